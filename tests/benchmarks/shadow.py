@@ -1,7 +1,9 @@
 """What a shadow costs the jobs: the worker at half load, with a shadow of 10 %, against the same without one.
 
 One worker, whose conditions take turns: off, a niced shadow worker, none, a slow one, a crashing one, a full queue.
-Jobs are submitted at half of the rate that the worker reaches at saturation.
+Between two conditions the shadow is off, so that each is compared with the run before it and the run after it. Jobs
+come at the rate at which the worker without a shadow uses half of a core: near its limit, its batches grow or shrink by
+chance, and with them CPU and latency.
 """
 
 from __future__ import annotations
@@ -33,7 +35,11 @@ _SHARE: Final = 0.1
 _ROUNDS_PER_ROUND: Final = 3
 """9 rounds at full scale: the differences are small."""
 _BURST: Final = 8
-_RATE_RUNS: Final = 3
+_RATE_RUNS: Final = 4
+_FIRST_RATE: Final = 2000.0
+_HALF: Final = 0.5
+_CRASHES_S: Final = 20.0
+"""A run with a crashing candidate has the pause of its restart in it, too."""
 _FAR_MS: Final = 10**13
 _OFF: Final = "off"
 _CONDITIONS: Final[dict[str, tuple[str, bool, Mapping[str, int]]]] = {
@@ -82,27 +88,40 @@ class _Taken(NamedTuple):
     mirrored: int
 
 
+class _Pair(NamedTuple):
+    """A run with a shadow, and its neighbours without one."""
+
+    on: _Taken
+    before: _Taken
+    after: _Taken
+
+
 def measure(scale: Scale, say: Progress) -> list[Row]:
     """See the module."""
     with Harness({"PENSTOCK_INFERENCE_MODEL_VERSION": "2"}) as harness:
         server, root = harness.redis(), _versions(harness.folder())
         worker = harness.worker(server, "mlp", models_root=root)
-        rate = _half_load(harness, server, worker, scale)
         stage = _Stage(harness, server, worker, root)
-        taken: dict[str, list[_Taken]] = {name: [] for name in (_OFF, *_CONDITIONS)}
-        stage.run(_OFF, scale.jobs // 4, rate)
+        rate = _half_load(stage, scale)
+        jobs = scale.jobs // 2
+        pairs: dict[str, list[_Pair]] = {name: [] for name in _CONDITIONS}
+        before = stage.run(_OFF, jobs, rate)
         for number in range(scale.rounds * _ROUNDS_PER_ROUND):
-            for name, runs in taken.items():
-                runs.append(stage.run(name, scale.jobs // 2, rate))
-                say(f"shadow {number + 1}: {name}: {runs[-1]}")
-    return [_row(name, runs, taken[_OFF], rate) for name, runs in taken.items() if name != _OFF]
+            for name, runs in pairs.items():
+                on = stage.run(name, max(jobs, int(rate * _CRASHES_S)) if name == "crashing" else jobs, rate)
+                after = stage.run(_OFF, jobs, rate)
+                runs.append(_Pair(on, before, after))
+                say(f"shadow {number + 1}: {name}: {on}, off: {after}")
+                before = after
+    return [_row(name, runs, rate) for name, runs in pairs.items()]
 
 
-def _row(name: str, runs: Sequence[_Taken], off: Sequence[_Taken], rate: float) -> Row:
-    """Medians of the ratios of each round: its runs are neighbours."""
+def _row(name: str, pairs: Sequence[_Pair], rate: float) -> Row:
+    """Medians of the ratios of neighbours."""
+    runs = [pair.on for pair in pairs]
 
     def ratio(of: Callable[[_Taken], float]) -> float:
-        return median(of(on) / of(without) for on, without in zip(runs, off, strict=True))
+        return median(2 * of(pair.on) / (of(pair.before) + of(pair.after)) for pair in pairs)
 
     cpu, p50, p99 = ratio(lambda t: t.worker_us), ratio(lambda t: t.p50_ms), ratio(lambda t: t.p99_ms)
     failed, mirrored = sum(run.failed for run in runs), sum(run.mirrored for run in runs)
@@ -183,16 +202,12 @@ def _versions(root: Path) -> Path:
     return root
 
 
-def _half_load(harness: Harness, server: RedisServer, worker: WorkerProcess, scale: Scale) -> float:
-    """Half of the rate at saturation, in jobs per second, of the slower of worker and client of this benchmark."""
-    settings = Settings.load(environ={**harness.settings, "PENSTOCK_REDIS_URL": server.url})
-    jobs = scale.jobs // 4
-    rates: list[float] = []
-    for seed in range(_RATE_RUNS):
-        begun = time.perf_counter()
-        asyncio.run(_paced(settings, jobs, float("inf"), seed))
-        rates.append(jobs / (time.perf_counter() - begun))
-    return median(rates) / 2
+def _half_load(stage: _Stage, scale: Scale) -> float:
+    """The rate in jobs per second at which the worker uses half of a core, found by a few runs."""
+    rate = _FIRST_RATE
+    for _ in range(_RATE_RUNS):
+        rate *= _HALF / (stage.run(_OFF, scale.jobs // 4, rate).worker_us * rate / 1e6)
+    return rate
 
 
 async def _paced(settings: Settings, jobs: int, rate: float, seed: int) -> tuple[list[float], int]:

@@ -15,6 +15,7 @@ import numpy as np
 from penstock.registry.broker.base import Broker, Delivery
 from penstock.registry.envelope import JobHeader, Keyring, seal
 from penstock.registry.package import ModelSpec, Package
+from penstock.registry.package.spec_sections import Precision
 from penstock.registry.queues import Priority
 from penstock.registry.settings_sections import InferenceConfig
 from penstock.registry.tensors import Array, encode
@@ -130,6 +131,8 @@ class Doubler(RowRuntime):
 
 class Formed:
     """A runtime that has another form, which fails for whatever it is given."""
+
+    precision: Precision = "auto"
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

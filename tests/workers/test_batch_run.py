@@ -9,6 +9,7 @@ import pytest
 
 from penstock.registry.broker.base import Held
 from penstock.registry.envelope import Failure
+from penstock.registry.package.spec_sections import Precision
 from penstock.registry.tensors import Array
 from penstock.workers.batching.forward_size import ForwardSize
 from penstock.workers.process.crash_journal import FormInUse, NullJournal
@@ -23,6 +24,8 @@ FAILED = Failure("ModelError", "ValueError: no")
 
 class TunableDoubler(Doubler):
     """A doubler with another form, which triples."""
+
+    precision: Precision = "auto"
 
     def __init__(self) -> None:
         self.forms = Forms(lambda prepared: {"y": prepared.payload * 2})

@@ -175,6 +175,9 @@ class InferenceOptimizer:
         """
         config, spec = self._config, runtime.spec
         judged = f"compiled by {config.compilation.backend} within {config.compilation.tolerance:g}"
+        if isinstance(runtime, Tunable):
+            # Endpoints may differ in it: each has a model of its own.
+            judged += f", precision {runtime.precision}"
         decision_key = DecisionKey(spec.name, spec.version, content_hash, environment(self._device, judged))
         keeps_inputs = config.effective_mode != "hashes_only"
         has_goldens = keeps_inputs and spec.deterministic and not spec.streams

@@ -22,6 +22,7 @@ from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 
 from penstock.registry.package import ModelSpec
+from penstock.registry.package.spec_sections import Precision
 from penstock.registry.tensors import Array
 from penstock.safety.fallback import LEVELS, FallbackChain, Level, LevelFailure
 from penstock.workers.runtime.base import Counted, DeviceLost, Prepared
@@ -97,6 +98,10 @@ class Tunable(Protocol):
     @property
     def forms(self) -> Forms:
         """The model's forms; every forward goes through them."""
+
+    @property
+    def precision(self) -> Precision:
+        """The number format that was asked for."""
 
     def candidates(self, compiler: ModelCompiler | None) -> Mapping[str, Callable[[], Forward]]:
         """Name -> builder of each form that this model may have here, the most promising of each level first.

@@ -24,7 +24,7 @@ from penstock.workers.runtime.instance_process import FormRequest, InstanceProce
 from penstock.workers.runtime.loading import LoadOptions, NullContext
 from penstock.workers.runtime.tracebacks import message_of, name_of
 
-__all__ = ["Candidate", "CandidateFailed"]
+__all__ = ["Candidate", "CandidateFailed", "CandidateUnwanted"]
 
 T = TypeVar("T")
 
@@ -32,6 +32,8 @@ _FORM_PROGRAM: Final = "penstock.workers.shadow.form_process"
 _BEAT_S: Final = 1.0
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 30.0
+_LOADS_IN_A_PAUSE: Final = 19
+"""A candidate that crashes again and again loads in a twentieth of the time."""
 _ENDED_S: Final = 10.0
 """How long a call may take to end once its process was killed."""
 
@@ -46,15 +48,21 @@ class CandidateFailed(Exception):
         self.problem = problem
 
 
+class CandidateUnwanted(Exception):
+    """Nobody wants the outputs any more: the pause before a restart was left."""
+
+
 class Candidate:
     """One version in a child process, one forward at a time. Call load, then run, then close.
 
     form: the form that runs; empty: the version as its author built it. device, threads: see Runtime.load. timeout_s:
     of a forward; load_timeout_s: of a load. withholds_texts: whether of an exception only the class is told. on_wait:
-    called about once a second while a call waits. pause: waits for some seconds, or less. clock: monotonic seconds.
+    called about once a second while a call waits. is_wanted: asked as often in the pause before a restart. pause: waits
+    for some seconds, or less. clock: monotonic seconds.
 
-    A process that ended in a forward is started again after a pause, longer each time until a forward succeeds: loads
-    without end would take more of the machine than the candidate.
+    A process that ended in a forward is started again after a pause, longer each time until a forward succeeds. From
+    the second loss in a row on, the pause is a multiple of the load: loads without end would take more of the machine
+    than the candidate.
     """
 
     def __init__(
@@ -69,6 +77,7 @@ class Candidate:
         load_timeout_s: float,
         withholds_texts: bool,
         on_wait: Callable[[], None] = lambda: None,
+        is_wanted: Callable[[], bool] = lambda: True,
         pause: Callable[[float], object] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -83,6 +92,7 @@ class Candidate:
         self._load_timeout_s = load_timeout_s
         self._withholds_texts = withholds_texts
         self._on_wait = on_wait
+        self._is_wanted = is_wanted
         self._pause = pause
         self._clock = clock
         self._process: InstanceProcess | None = None
@@ -90,6 +100,8 @@ class Candidate:
         """Of the loaded files; empty until they are."""
         self._lost_in_a_row = 0
         """Processes that ended in a forward since one succeeded."""
+        self._load_s = 0.0
+        """How long the last load took."""
 
     @property
     def pid(self) -> int | None:
@@ -102,6 +114,7 @@ class Candidate:
         process = self._process = InstanceProcess(
             self.package, self._options, self._threads, self._device, form=self._form_request()
         )
+        begun = self._clock()
         process.begin_load()
         try:
             loaded = self._within(process, process.end_load, self._load_timeout_s)
@@ -111,11 +124,12 @@ class Candidate:
             self.close()
             raise
         self.content_hash = loaded.content_hash
+        self._load_s = self._clock() - begun
 
     def run(self, inputs: Mapping[str, Array]) -> tuple[dict[str, Array], float]:
         """One forward: the outputs, and its seconds. A process that ended is started again first.
 
-        Raises CandidateFailed, and ConfigurationError when the version cannot be loaded again.
+        Raises CandidateFailed, CandidateUnwanted, and ConfigurationError when the version cannot be loaded again.
         """
         if self._process is None or not self._process.is_alive:
             self._await_restart()
@@ -157,8 +171,12 @@ class Candidate:
         if not self._lost_in_a_row:
             return
         left_s = backoff_delay_s(self._lost_in_a_row, _FIRST_PAUSE_S, _LONGEST_PAUSE_S, 0.0)
+        if self._lost_in_a_row > 1:
+            left_s = max(left_s, _LOADS_IN_A_PAUSE * self._load_s)
         while left_s > 0:
             self._on_wait()
+            if not self._is_wanted():
+                raise CandidateUnwanted
             self._pause(min(_BEAT_S, left_s))
             left_s -= _BEAT_S
 

@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 from typing import Any, Final, NamedTuple
 
@@ -43,7 +44,7 @@ from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.runtime.base import concatenate
 from penstock.workers.runtime.loading import LoadOptions
 from penstock.workers.shadow.canary import ShadowCanary
-from penstock.workers.shadow.candidate import Candidate, CandidateFailed
+from penstock.workers.shadow.candidate import Candidate, CandidateFailed, CandidateUnwanted
 from penstock.workers.shadow.comparison import FAILED, Comparer, PairComparison
 from penstock.workers.versions.policy import VersionPolicy
 from penstock.workers.versions.repository import ModelRepository
@@ -250,6 +251,7 @@ class ShadowWorker:
             load_timeout_s=self._config.load_timeout_s,
             withholds_texts=policy.withholds_texts,
             on_wait=self._keep_leases,
+            is_wanted=partial(self._is_in_force, record),
             pause=self._options.is_stopping.wait,
             clock=self._options.clock,
         )
@@ -293,6 +295,15 @@ class ShadowWorker:
                 logger.error("the candidate is not loaded: %s", problem, extra={"model": self.model})
             self._end.note(self.model, problem=problem)
 
+    def _is_in_force(self, record: bytes) -> bool:
+        """Whether the order has to be served still. While the broker is away, it is."""
+        if self._options.is_stopping.is_set():
+            return False
+        try:
+            return self._end.orders([self.model])[self.model] == record
+        except BrokerUnavailable:
+            return True
+
     def _now_ms(self) -> float:
         return self._end.now_ms()
 
@@ -307,6 +318,8 @@ class ShadowWorker:
                 self._settle(running, settled, [])
             for group in _groups(running, readable):
                 self._compare(running, group)
+        except CandidateUnwanted:
+            self._look_at = -inf
         except ConfigurationError as error:
             # The candidate ended, and cannot be loaded again: its pairs wait for their next shadow worker.
             self._tell_problem(str(error))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.registry.package import ModelSpec
+from penstock.registry.package.spec_sections import Precision
 from penstock.registry.tensors import Array
 from penstock.workers.runtime.base import Prepared, Runtime
 from penstock.workers.runtime.compilable import ModelCompiler
@@ -67,6 +68,7 @@ class Rotation(RowRuntime):
         self.forms = Forms(self._reference, finite_outputs(self.spec))
 
     content_hash = "ab" * 32
+    precision: Precision = "auto"
 
     def run(self, prepared: Prepared) -> dict[str, Array]:
         return self.forms.run(prepared)

@@ -423,6 +423,19 @@ def test_restart_takes_up_what_was_accepted(make_harness: MakeHarness):
     assert str(again.records[-1]["criterion"]).startswith("accepted before")
 
 
+def test_precisions_are_decided_apart(make_harness: MakeHarness, monkeypatch: pytest.MonkeyPatch):
+    """A form that was accepted at one endpoint proves nothing at an endpoint of another precision."""
+    harness = make_harness({"compiled": GOOD})
+    harness.serve(61)
+    harness.settle()
+    monkeypatch.setattr(Rotation, "precision", "bf16")
+    other = make_harness({"compiled": GOOD})
+    other.serve(1)
+    other.settle()
+    assert other.runtime.forms.name == "eager"
+    assert other.step("compiled")["criterion"] == "forwards 1 < 20"
+
+
 def test_restart_does_not_try_what_was_measured_and_refused(make_harness: MakeHarness):
     """A measured refusal of the same content stays. A form that could not be built is tried again."""
     forms = {"int8": Form(turned, 0.1), "onnx": Form(off_by(0), fails=RuntimeError("not installed"))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -190,6 +191,24 @@ def test_a_killed_candidate_is_started_again(open_shadow: OpenShadow):
     wait_until(lambda: _is_dead(before), 30, "it has ended")
     shadow.mirror(2)
     assert shadow.run(worker, 2) == {"pass": 2}
+
+
+def test_an_order_that_ended_is_left_in_the_pause_of_a_crashing_candidate(open_shadow: OpenShadow):
+    """Pauses before restarts grow long. The next order does not wait for them."""
+    shadow = open_shadow(MISBEHAVING)
+    shadow.mirror(-3, -3, -3)
+    is_stopping = threading.Event()
+    worker = shadow.worker(is_stopping=is_stopping)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    try:
+        wait_until(lambda: shadow.outcomes() == {"crashed": 1}, 60, "one pair has crashed alone")
+        shadow.started()
+        shadow.mirror(1)
+        wait_until(lambda: shadow.outcomes() == {"pass": 1}, 60, "the next order is served")
+    finally:
+        is_stopping.set()
+        thread.join()
 
 
 def _is_dead(pid: int) -> bool:
