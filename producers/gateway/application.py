@@ -24,10 +24,14 @@ from penstock.producers.gateway.jobs import JobRoutes
 from penstock.producers.gateway.models import ModelRoutes
 from penstock.producers.gateway.oip import OipRoutes
 from penstock.producers.gateway.openai import OpenAiRoutes
+from penstock.producers.gateway.openai_chat import ChatRoutes
+from penstock.producers.gateway.openai_completions import CompletionRoutes
+from penstock.producers.gateway.openai_texts import OpenAiTexts
 from penstock.producers.gateway.openapi import DocumentRoutes
 from penstock.producers.gateway.predict import PredictRoutes
 from penstock.producers.gateway.problems import PROBLEM_JSON, as_problem_json, problem_of
 from penstock.producers.gateway.routing import Route, Routes
+from penstock.producers.gateway.text_jobs import TextJobs
 from penstock.producers.gateway.waiting import Jobs
 from penstock.registry.errors import PenstockError
 from penstock.registry.settings import Settings
@@ -120,11 +124,14 @@ class _Parts:
         self.streams = EventStreams(heartbeat_s=heartbeat_s)
         self.figures = GatewayFigures()
         health = HealthRoutes(self.client, self.figures)
+        texts = OpenAiTexts(TextJobs(self.jobs, self.streams))
         groups = (
             JobRoutes(self.jobs, self.streams),
             PredictRoutes(self.jobs),
             ModelRoutes(self.client),
             OpenAiRoutes(self.jobs),
+            CompletionRoutes(self.client, texts),
+            ChatRoutes(self.client, texts),
             OipRoutes(self.jobs, health),
             health,
         )
