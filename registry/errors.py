@@ -22,6 +22,7 @@
         UndecodableEnvelope  BadSignature  BadSeal
       JobFailed                what result() raises
         ModelError  NonFiniteOutput  DeadLettered  Cancelled  Expired
+        InputRefused             the worker refused the inputs, which fitted the signature (also a ValueError)
         ForwardTimeout           the forward exceeded its limit (also a TimeoutError)
       JobLost                  the broker accepted the job and no longer has it (also a LookupError)
       ResultGone               the result has expired
@@ -58,6 +59,7 @@ __all__ = [
     "Forbidden",
     "ForwardTimeout",
     "IdempotencyConflict",
+    "InputRefused",
     "InvalidInput",
     "JobFailed",
     "JobLost",
@@ -248,6 +250,13 @@ class ModelError(JobFailed):
     """The model raised an exception. The message has its class, its text and where it was raised."""
 
 
+class InputRefused(JobFailed, ValueError):
+    """The worker refused the inputs before a forward: too many tokens, or another signature than the client knew.
+
+    The message says what was expected.
+    """
+
+
 class NonFiniteOutput(JobFailed):
     """The model's outputs have NaN or infinity."""
 
@@ -306,7 +315,8 @@ def described(value: object) -> str:
 
 
 _FAILURES: dict[str, type[JobFailed]] = {
-    error.__name__: error for error in (ModelError, NonFiniteOutput, ForwardTimeout, DeadLettered, Cancelled, Expired)
+    error.__name__: error
+    for error in (ModelError, InputRefused, NonFiniteOutput, ForwardTimeout, DeadLettered, Cancelled, Expired)
 }
 
 

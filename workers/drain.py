@@ -529,7 +529,7 @@ class Drain:
                 continue
             self.parts.executor.grow(version.policy.concurrency)
             for job, error in version.misfits():
-                failure = Failure("ModelError", f"InvalidInput: {error}")
+                failure = Failure("InputRefused", str(error))
                 self._completer.add(JobOutcome(job, failure, "refused", version))
 
     def _place_unplaced(self) -> None:

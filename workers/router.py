@@ -337,7 +337,7 @@ class JobRouter:
             version.fit(job)
         except InvalidInput as error:
             # The client checked the job against another spec than the one that is served now.
-            return _refused(job, Failure("ModelError", f"InvalidInput: {error}"))
+            return _refused(job, Failure("InputRefused", str(error)))
         if not job.is_suspect and _shares_answers(version):
             _, cached, following = self._share([job], version)
             if cached is not None:
@@ -354,8 +354,8 @@ class JobRouter:
         if found is None:
             # The client checked the job against another spec, as above.
             expected = ", ".join(version.spec.endpoints)
-            text = f"InvalidInput: {version.spec.reference} has no endpoint {name[:64]!r}. Expected one of: {expected}"
-            return _refused(job, Failure("ModelError", text))
+            text = f"{version.spec.reference} has no endpoint {name[:64]!r}. Expected one of: {expected}"
+            return _refused(job, Failure("InputRefused", text))
         if found.state is VersionState.FAILED and not found.shares_model:
             text = f"The endpoint {name} of {version.spec.reference} cannot be loaded under its policy"
             return _refused(job, Failure("ModelError", text))

@@ -24,6 +24,7 @@ from penstock.registry.errors import (
     Forbidden,
     ForwardTimeout,
     IdempotencyConflict,
+    InputRefused,
     InvalidInput,
     JobFailed,
     JobLost,
@@ -81,6 +82,7 @@ class Problem(NamedTuple):
 _BY_KIND: Final[tuple[tuple[type[Exception], int, str, str], ...]] = (
     # The first row that fits decides. An empty text: the error's own, which says what was expected.
     (InvalidInput, 422, "invalid-input", ""),
+    (InputRefused, 422, "invalid-input", ""),
     (DeadlineExceeded, 422, "invalid-input", ""),
     (UnknownModel, 404, "unknown-model", ""),
     (UnknownJob, 404, "unknown-job", ""),

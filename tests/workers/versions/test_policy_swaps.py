@@ -213,7 +213,7 @@ def test_unknown_endpoint_is_refused_at_submit_and_by_a_worker_of_another_versio
     version.spec.__dict__["endpoints"] = ("infer",)
     (answered,) = site.harness.publish(MODEL, 1)
     site.run(worker)
-    assert site.error(refused) == "InvalidInput: tuned/1 has no endpoint 'bulk'. Expected one of: infer"
+    assert site.error(refused) == "tuned/1 has no endpoint 'bulk'. Expected one of: infer"
     assert site.harness.state(answered) is State.COMPLETED
 
 
