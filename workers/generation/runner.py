@@ -25,8 +25,9 @@ from penstock.registry.errors import ModelNotReady
 from penstock.registry.queues import PriorityName
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.engine import Engine, Prompt
-from penstock.workers.generation.outputs import EngineStats, RequestOutput
+from penstock.workers.generation.outputs import RequestOutput
 from penstock.workers.generation.request import Delivered, GenerationRequest
+from penstock.workers.observe.metrics import GenerationFigures
 
 __all__ = ["EngineRunner", "Ticket", "Wish"]
 
@@ -35,6 +36,8 @@ logger = logging.getLogger("penstock.runtime")
 _DELIVER_S: Final = 0.06
 """Between two outputs of one request. The eye reads no faster, and each output costs as much as a small step."""
 _JOIN_S: Final = 10.0
+_MOST_TIMES: Final = 4096
+"""That wait to be reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,10 @@ class Ticket:
         self.wish: Final = wish
         self.request: GenerationRequest | None = None
         """None until the engine has it. The runner's thread owns it."""
-        self.has_begun = False
-        """Whether an output was handed over."""
+        self.opened_at = 0.0
+        self.handed_at = 0.0
+        """When the last output was handed over, in seconds of the runner's clock; 0: none was."""
+        self.handed_tokens = 0
         self._close: Final = close
         self._outputs: Final[SimpleQueue[RequestOutput | BaseException]] = SimpleQueue()
 
@@ -107,6 +112,10 @@ class EngineRunner:
         self._has_news: Final = threading.Condition()
         self._deliver_at = 0.0
         """When the next outputs are handed over. Together, their events are one write."""
+        self._stats = engine.stats()
+        """After the last step: the engine's lock is held while a step runs."""
+        self._first_token_s: Final[deque[float]] = deque(maxlen=_MOST_TIMES)
+        self._inter_token_s: Final[deque[float]] = deque(maxlen=_MOST_TIMES)
         self._is_stopping = False
         self._deliveries: Final[SimpleQueue[list[tuple[Ticket, RequestOutput]] | None]] = SimpleQueue()
         self._delivery = threading.Thread(target=self._hand_over, name="delivery", daemon=True)
@@ -117,6 +126,7 @@ class EngineRunner:
     def open(self, wish: Wish) -> Ticket:
         """The request joins before the next step. Raises ModelNotReady after `stop`."""
         ticket = Ticket(wish, self._leave)
+        ticket.opened_at = self._clock()
         with self._has_news:
             if self._is_stopping:
                 raise ModelNotReady("The engine was stopped")
@@ -132,9 +142,24 @@ class EngineRunner:
         if self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
 
-    def stats(self) -> EngineStats:
-        """Counts of the engine."""
-        return self.engine.stats()
+    def take_figures(self) -> GenerationFigures:
+        """The counts of the engine, and the times since the last call."""
+        stats = self._stats
+        first, between = self._first_token_s, self._inter_token_s
+        return GenerationFigures(
+            stats.waiting,
+            stats.running,
+            stats.preemptions,
+            stats.prompt_tokens_computed,
+            stats.tokens_generated,
+            stats.pages_used,
+            stats.pages_cached,
+            stats.pages_total,
+            stats.prefix_tokens_queried,
+            stats.prefix_tokens_found,
+            [first.popleft() for _ in range(len(first))],
+            [between.popleft() for _ in range(len(between))],
+        )
 
     def _leave(self, ticket: Ticket) -> None:
         with self._has_news:
@@ -150,6 +175,7 @@ class EngineRunner:
                 logger.warning("a step of generation failed", extra={"requests": len(self._tickets)}, exc_info=True)
                 self._fail_all(error)
             self.turns += 1
+            self._stats = self.engine.stats()
             self._deliver()
         self._fail_all(ModelNotReady("The engine was stopped"))
         self._deliveries.put(None)
@@ -201,13 +227,20 @@ class EngineRunner:
             if request is None or not request.has_news:
                 continue
             has_ended = request.finish_reason is not None
-            if is_due or has_ended or not ticket.has_begun:
-                ticket.has_begun = True
+            if is_due or has_ended or not ticket.handed_at:
+                self._time(ticket, request.num_generated, now)
                 outputs.append((ticket, request.output()))
             if has_ended:
                 del self._tickets[ticket.wish.request_id]
         if outputs:
             self._deliveries.put(outputs)
+
+    def _time(self, ticket: Ticket, tokens: int, now: float) -> None:
+        if not ticket.handed_at:
+            self._first_token_s.append(now - ticket.opened_at)
+        elif (new := tokens - ticket.handed_tokens) > 0:
+            self._inter_token_s.append((now - ticket.handed_at) / new)
+        ticket.handed_at, ticket.handed_tokens = now, tokens
 
     def _hand_over(self) -> None:
         while (outputs := self._deliveries.get()) is not None:

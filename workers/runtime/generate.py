@@ -25,11 +25,12 @@ from penstock.registry.package.manifest import Manifest
 from penstock.registry.queues import PriorityName
 from penstock.registry.sampling_params import SamplingParams
 from penstock.registry.tensors import Array
+from penstock.workers.observe.metrics import GenerationFigures
 from penstock.workers.runtime.base import Prepared, StreamContext
 from penstock.workers.runtime.loading import LoadOptions, NullContext, PackageRuntime
 
 if TYPE_CHECKING:
-    from penstock.workers.generation.outputs import EngineStats, RequestOutput
+    from penstock.workers.generation.outputs import RequestOutput
     from penstock.workers.generation.request import Delivered
     from penstock.workers.generation.runner import EngineRunner
 
@@ -114,9 +115,9 @@ class GenerateRuntime(PackageRuntime):
         finally:
             ticket.close()
 
-    def stats(self) -> EngineStats | None:
-        """Counts of the engine; None until it is loaded."""
-        return None if self._runner is None else self._runner.stats()
+    def take_figures(self) -> GenerationFigures | None:
+        """The figures of the engine, with the times since the last call; None until it is loaded."""
+        return None if self._runner is None else self._runner.take_figures()
 
     @property
     def _loaded(self) -> EngineRunner:
