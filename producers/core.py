@@ -284,7 +284,7 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         tenant: str | None = None,
         version: str | None = None,
     ) -> MappedWhole:
-        """Generates a text for each prompt and returns the outputs in the order of the prompts. In AsyncClient, await it.
+        """Generates a text for each prompt; returns the outputs in the order of the prompts. In AsyncClient, await it.
 
         prompts: one, or several; each is a text, its token ids, or a mapping of inputs. sampling_params: of all of
         them. The other arguments: as for `submit`. The first failed job is raised, and cancels those that wait.

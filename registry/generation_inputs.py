@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 __all__ = ["PROMPT", "SAMPLING", "TOKEN_IDS", "as_inputs", "checked", "read_params", "with_options"]
 
 PROMPT: Final = "prompt"
-TOKEN_IDS: Final = "prompt_token_ids"
+TOKEN_IDS: Final = "prompt_token_ids"  # noqa: S105 - the name of an input
 SAMPLING: Final = "sampling_params"
 _MOST_JSON: Final = 1 << 20
 
 
 def with_options(inputs: object, options: SamplingParams | Mapping[str, Any] | None) -> Any:
-    """The inputs with their sampling parameters. Raises InvalidInput for parameters that are out of range or unknown."""
+    """The inputs with their sampling parameters. Raises InvalidInput for unknown parameters, or out of range."""
     if options is None:
         return inputs
     if not isinstance(inputs, Mapping):

@@ -55,8 +55,8 @@ from penstock.registry.broker.record import encode_result, parse_record, record_
 from penstock.registry.envelope import MAX_JOB_BYTES
 from penstock.registry.queues import (
     GROUP,
-    Priority,
     WEBHOOKS_KEY,
+    Priority,
     active_key,
     crashes_key,
     dead_key,

@@ -75,7 +75,7 @@ class Package:
         return file
 
     def source_folder(self) -> Path:
-        """The folder of a `transformers` or `generate` package's weights. Raises ConfigurationError if it does not exist."""
+        """The folder of the weights, for `transformers` and `generate`. Raises ConfigurationError if there is none."""
         source = self.spec.source or Source()
         folder = _inside(self._source_base().folder, source.path, Path.is_dir, self.label)
         if folder is None:

@@ -17,6 +17,7 @@ from penstock import AsyncClient, Cancelled, Client, InvalidInput, JobHandle
 from penstock.registry.queues import events_key
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.engine import Engine
+from tests.flow.conftest import Samples
 from tests.servers import RedisServer, WorkerProcess, redis_binaries, require, wait_until
 from tests.workers.generation.packages import write_writer
 
@@ -76,7 +77,7 @@ def client(stage: Stage, worker: WorkerProcess) -> Iterator[Client]:
 
 def _read(job: JobHandle) -> tuple[str, list[int], list[str]]:
     """(text, tokens, kinds of events) of a stream."""
-    text, tokens, kinds = "", [], []
+    text, tokens, kinds = "", list[int](), list[str]()
     for event in job.stream(timeout=PATIENCE_S):
         kinds.append(event.type)
         if event.type == "chunk":
@@ -134,9 +135,7 @@ def test_logprobs_come_where_they_are_asked_for(client: Client):
         ({"text": "a"}, None, "Found none of them: text"),
     ],
 )
-def test_bad_input_is_refused_before_it_is_queued(
-    client: Client, inputs: Any, options: Any, expected: str
-):
+def test_bad_input_is_refused_before_it_is_queued(client: Client, inputs: Any, options: Any, expected: str):
     """In one line that says what is expected."""
     with pytest.raises(InvalidInput, match=expected):
         client.submit("writer", inputs, options=options)
@@ -168,7 +167,7 @@ def test_cancelled_streams_give_their_seats_back(client: Client):
 
 
 def test_critical_job_takes_the_seat_of_a_low_one(client: Client):
-    """All seats run low jobs, and more wait: the critical one ends before any of them, and they write all their text."""
+    """All seats run low jobs, and more wait: the critical one ends before most of them, and they write on."""
     low = [client.submit("writer", {"prompt": prompt}, options=GREEDY, priority="low") for prompt in PROMPTS * 4]
     assert next(event for event in low[0].stream(timeout=PATIENCE_S) if event.type == "chunk")
     urgent = client.submit(
@@ -177,6 +176,25 @@ def test_critical_job_takes_the_seat_of_a_low_one(client: Client):
     urgent.result(PATIENCE_S)
     assert sum(job.status() == "completed" for job in low) < len(low) - 4
     assert all(job.result(PATIENCE_S)["token_ids"].shape == (1, 200) for job in low)
+
+
+def test_figures_of_the_engine_are_on_the_metrics_page(client: Client, worker: WorkerProcess):
+    """Tokens, pages, the prefix cache, times of tokens; what two equal prompts share is computed once."""
+    prompt = [number % 250 + 1 for number in range(100)]
+    client.generate("writer", [prompt], {"max_tokens": 20, "ignore_eos": True})
+    client.generate("writer", [prompt], {"max_tokens": 20, "ignore_eos": True})
+
+    def has_found() -> bool:
+        samples = Samples(worker)
+        return samples.total("penstock_prefix_tokens_total", model_name="writer", kind="found") >= 96
+
+    wait_until(has_found, PATIENCE_S, "the report of the worker")
+    samples = Samples(worker)
+    assert samples.total("penstock_tokens_total", model_name="writer", kind="generated") >= 40
+    assert samples.total("penstock_tokens_total", model_name="writer", kind="prompt") >= 104
+    assert samples.total("penstock_pages", model_name="writer", kind="all") > 100
+    assert samples.total("penstock_generation_requests", model_name="writer", state="running") == 0
+    assert samples.total("penstock_first_token_seconds_count", model_name="writer") >= 2
 
 
 def _resumed(stage: Stage, jobs: list[JobHandle]) -> int:

@@ -86,7 +86,7 @@ class GenerationRequest:
             self.finish("length")
 
     def resume(self, delivered: Delivered) -> None:
-        """Continue behind what was delivered: outputs have only what comes after it. The request may have ended there."""
+        """Continue behind what was delivered: outputs have what comes after it. The request may have ended there."""
         for number, token in enumerate(delivered.token_ids):
             self.sequence.tokens.append(token)
             self.accept(Sampled(token, delivered.logprobs[number] if delivered.logprobs else None))

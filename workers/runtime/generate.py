@@ -1,9 +1,9 @@
 """Packages of format `generate`: decoders of transformers that write text, batched continuously.
 
-    job, on its model thread: inputs -> Wish -> EngineRunner -> outputs -> chunks: text, token_ids -> the whole text
+    job, on its model thread: inputs -> Wish -> EngineRunner --> the whole text
+                                                 '--> chunks: text, token_ids, on the thread that delivers for all jobs
 
-Each running job has a model thread that waits for its outputs; one thread of the runner computes the steps of all. A
-job whose events were delivered in part by another worker continues behind them.
+Each running job has a model thread that waits for its end; one thread of the runner computes the steps of all. A job whose events were delivered in part by another worker continues behind them.
 
 Importing this module imports neither torch nor transformers.
 """
@@ -25,18 +25,19 @@ from penstock.registry.package.manifest import Manifest
 from penstock.registry.queues import PriorityName
 from penstock.registry.sampling_params import SamplingParams
 from penstock.registry.tensors import Array
+from penstock.workers.observe.metrics import GenerationFigures
 from penstock.workers.runtime.base import Prepared, StreamContext
 from penstock.workers.runtime.loading import LoadOptions, NullContext, PackageRuntime
 
 if TYPE_CHECKING:
-    from penstock.workers.generation.outputs import EngineStats, RequestOutput
+    from penstock.workers.generation.outputs import RequestOutput
     from penstock.workers.generation.request import Delivered
     from penstock.workers.generation.runner import EngineRunner
 
 __all__ = ["GenerateRuntime", "ResumableContext"]
 
-_LOOK_S: Final = 0.2
-"""A job looks so often whether it was cancelled."""
+_LOOK_S: Final = 0.5
+"""A job that gets no output looks so often whether it was cancelled."""
 _PRECISIONS: Final = {"auto": "fp32", "fp32": "fp32", "bf16": "bf16"}
 _CONTENT: Final = "content_hash"
 
@@ -48,6 +49,9 @@ class ResumableContext(StreamContext, Protocol):
     @property
     def priority(self) -> PriorityName:
         """The priority of the job."""
+
+    def chunk(self, values: Mapping[str, Array], /) -> None:
+        """Sends values to subscribers."""
 
     def alive(self) -> None:
         """Shows progress without an event."""
@@ -84,43 +88,36 @@ class GenerateRuntime(PackageRuntime):
     def stream(
         self, inputs: Mapping[str, Array], context: StreamContext
     ) -> Generator[dict[str, Array], None, dict[str, Array]]:
-        """Chunks with new text and new tokens, then the whole. Raises NonFiniteOutput where the logits are not finite."""
+        """Nothing, then the whole text: chunks with new text and tokens go to the context from another thread.
+
+        Raises NonFiniteOutput where logits are not finite.
+        """
         from penstock.workers.generation.runner import Wish
 
         runner = self._loaded
         params = read_params(inputs)
         wish = Wish(context.job_id or _WARM_UP, _prompt(inputs), _seeded(params, context.job_id), tenant=context.tenant)
-        is_resumed = False
         if isinstance(context, ResumableContext):
-            wish = replace(wish, priority=context.priority, delivered=self._delivered(context, params))
-            is_resumed = wish.delivered is not None
-        ticket = runner.open(wish)
+            delivered = self._delivered(context, params)
+            sink = _Sink(context, params, "" if delivered else self.content_hash)
+            wish = replace(wish, priority=context.priority, delivered=delivered, sink=sink)
+        ticket, turns = runner.open(wish), -1
         try:
-            # The first chunk of a text names the model, so that no other one continues it.
-            begins: dict[str, Array] = {} if is_resumed else {_CONTENT: _text(self.content_hash)}
-            turns = -1
-            while True:
-                output = ticket.next(_LOOK_S)
-                if output is None:
-                    if context.is_cancelled:
-                        return {}
-                    if isinstance(context, ResumableContext) and runner.turns != turns:
-                        context.alive()
-                    turns = runner.turns
-                    continue
-                if output.delta_text or output.delta_token_ids:
-                    yield {**_chunk(output, params), **begins}
-                    begins = {}
-                if output.finished:
-                    return self._answer(output)
+            yield from ()
+            while (output := ticket.next(_LOOK_S)) is None or not output.finished:
                 if context.is_cancelled:
                     return {}
+                # A runner whose turns stand still hangs, and the limit of the forward counts.
+                if isinstance(context, ResumableContext) and runner.turns != turns:
+                    context.alive()
+                turns = runner.turns
+            return self._answer(output)
         finally:
             ticket.close()
 
-    def stats(self) -> EngineStats | None:
-        """Counts of the engine; None until it is loaded."""
-        return None if self._runner is None else self._runner.stats()
+    def take_figures(self) -> GenerationFigures | None:
+        """The figures of the engine, with the times since the last call; None until it is loaded."""
+        return None if self._runner is None else self._runner.take_figures()
 
     @property
     def _loaded(self) -> EngineRunner:
@@ -203,6 +200,27 @@ class GenerateRuntime(PackageRuntime):
 _WARM_UP: Final = "warm-up"
 
 
+class _Sink:
+    """Sends the outputs of one request as chunks. The first chunk of a text names the model's content, so that no other
+    model continues it."""
+
+    def __init__(self, context: ResumableContext, params: SamplingParams, begins_with: str) -> None:
+        self._context = context
+        self._has_logprobs = params.logprobs is not None
+        self._begins_with = begins_with
+
+    def __call__(self, output: RequestOutput) -> bool:
+        if self._context.is_cancelled:
+            return True
+        if output.delta_text or output.delta_token_ids:
+            chunk = _chunk(output, self._has_logprobs)
+            if self._begins_with:
+                chunk[_CONTENT] = _text(self._begins_with)
+                self._begins_with = ""
+            self._context.chunk(chunk)
+        return False
+
+
 def _prompt(inputs: Mapping[str, Array]) -> str | list[int]:
     if (text := inputs.get(PROMPT)) is not None:
         return str(text[0])
@@ -222,9 +240,9 @@ def _text(value: str) -> Array:
     return np.array(value, object)
 
 
-def _chunk(output: RequestOutput, params: SamplingParams) -> dict[str, Array]:
+def _chunk(output: RequestOutput, has_logprobs: bool) -> dict[str, Array]:
     chunk = {"text": _text(output.delta_text), "token_ids": np.array(output.delta_token_ids, np.int64)}
-    if params.logprobs is not None and output.outputs[0].logprobs is not None:
+    if has_logprobs and output.outputs[0].logprobs is not None:
         new = len(output.delta_token_ids)
         logprobs = output.outputs[0].logprobs
         chunk["logprobs"] = _text(_logprobs_text(logprobs[len(logprobs) - new :]))
@@ -232,7 +250,9 @@ def _chunk(output: RequestOutput, params: SamplingParams) -> dict[str, Array]:
 
 
 def _logprobs_text(logprobs: Sequence[Mapping[int, float]] | None) -> str:
-    return "" if logprobs is None else json.dumps([{str(token): value for token, value in at.items()} for at in logprobs])
+    if logprobs is None:
+        return ""
+    return json.dumps([{str(token): value for token, value in at.items()} for at in logprobs])
 
 
 def _read_logprobs(chunk: Mapping[str, Any]) -> list[dict[int, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import cast
 
 from penstock.registry.broker.base import StreamEntry
 from penstock.registry.envelope import Keyring
@@ -59,7 +60,7 @@ class EventStream:
     @property
     def priority(self) -> PriorityName:
         """The priority of the job."""
-        return self._job.header.priority
+        return cast(PriorityName, self._job.delivery.priority.label)
 
     def alive(self) -> None:
         """Show progress without an event."""
@@ -72,7 +73,8 @@ class EventStream:
         """
         if self._job.delivery.attempt < 2:
             return None
-        return delivered_chunks(self._writer.ask(lambda: self._read(self.job_id), self._job, self._touch), self._job, self._keyring)
+        entries = self._writer.ask(lambda: self._read(self.job_id), self._job, self._touch)
+        return delivered_chunks(entries, self._job, self._keyring)
 
     def resume(self) -> None:
         """The events to come continue those of the run before: subscribers see no reset."""

@@ -30,8 +30,10 @@ from penstock.registry.tensors import Tensor
 from penstock.safety.routing import Arm, RoutingTable
 from penstock.workers.batching.batcher import Batch, BatchKey, Pending
 from penstock.workers.job import ClaimedJob
+from penstock.workers.observe.metrics import GenerationFigures
 from penstock.workers.runtime.base import Counted, Runtime
 from penstock.workers.runtime.forms import Forms, forms_of
+from penstock.workers.runtime.generate import GenerateRuntime
 from penstock.workers.runtime.open import open_runtime
 from penstock.workers.versions.policy import VersionPolicy
 from penstock.workers.versions.queue import VersionQueue
@@ -233,6 +235,11 @@ class ServedVersion:
         """How many instances were lost since the version is known here, over all its loads."""
         runtime = self.runtime
         return self._lost_before + (runtime.counts().get("instances_lost", 0) if isinstance(runtime, Counted) else 0)
+
+    def generation_figures(self) -> GenerationFigures | None:
+        """The figures of its engine; None without one. For the thread that reports."""
+        runtime = self.runtime
+        return runtime.take_figures() if isinstance(runtime, GenerateRuntime) and not self.shares_model else None
 
     def has_loaded(self, now: float = 0.0) -> None:
         """The runtime is ready for forwards since `now`, in monotonic seconds."""
