@@ -1,29 +1,45 @@
 """The inputs of a job that generates text, as a caller writes them -> as they travel.
 
     {"prompt": "..."} + options=SamplingParams(...) -> with_options -> {"prompt": ["..."], "sampling_params": ['{...}']}
-                                                    -> check_fits, against the served spec, before anything is queued
+                                                    -> checked, against the served spec, before anything is queued
+    {"messages": [...], "tools": [...]}             -> {"messages": ['[...]'], "tools": ['[...]']}
 
-The sampling parameters travel as JSON, without the fields that have their default.
+Messages and tools travel as JSON, and so do the sampling parameters, without the fields that have their default.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
+from penstock.registry.chat_messages import checked_messages, checked_tools
 from penstock.registry.errors import InvalidInput, described, shown
 from penstock.registry.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from penstock.registry.package import ModelSpec
 
-__all__ = ["PROMPT", "SAMPLING", "TOKEN_IDS", "as_inputs", "checked", "read_params", "with_options"]
+__all__ = [
+    "MESSAGES",
+    "PROMPT",
+    "SAMPLING",
+    "TOKEN_IDS",
+    "TOOLS",
+    "as_inputs",
+    "checked",
+    "read_chat",
+    "read_params",
+    "with_options",
+]
 
 PROMPT: Final = "prompt"
 TOKEN_IDS: Final = "prompt_token_ids"  # noqa: S105 - the name of an input
+MESSAGES: Final = "messages"
+TOOLS: Final = "tools"
 SAMPLING: Final = "sampling_params"
+_PROMPTS: Final = (PROMPT, TOKEN_IDS, MESSAGES)
 _MOST_JSON: Final = 1 << 20
 
 
@@ -56,17 +72,24 @@ def as_inputs(prompt: object) -> dict[str, Any]:
 def checked(spec: ModelSpec, inputs: Mapping[str, object]) -> dict[str, object]:
     """The inputs of one job as the signature declares them. Raises InvalidInput for what can never run.
 
-    A prompt may be one text instead of a list of one, and token ids one list of integers.
+    A prompt may be one text instead of a list of one, token ids one list of integers, and messages and tools the lists
+    themselves.
     """
     given = dict(inputs)
-    if (PROMPT in given) == (TOKEN_IDS in given):
-        found = "both" if PROMPT in given else f"none of them: {', '.join(sorted(map(shown, given))) or 'no input'}"
-        raise InvalidInput(f"Found {found}. Expected one of the inputs {PROMPT} and {TOKEN_IDS}")
+    prompts = [name for name in _PROMPTS if name in given]
+    if len(prompts) != 1:
+        found = " and ".join(prompts) or f"none of them: {', '.join(sorted(map(shown, given))) or 'no input'}"
+        raise InvalidInput(f"Found {found}. Expected one of the inputs {', '.join(_PROMPTS)}")
+    if TOOLS in given and MESSAGES not in given:
+        raise InvalidInput(f"Found {TOOLS} beside {prompts[0]}. Expected {TOOLS} beside {MESSAGES}")
     if isinstance(prompt := given.get(PROMPT), str):
         given[PROMPT] = [prompt]
     tokens = given.get(TOKEN_IDS)
     if isinstance(tokens, Sequence) and tokens and isinstance(tokens[0], int):
         given[TOKEN_IDS] = [tokens]
+    for name, check in ((MESSAGES, checked_messages), (TOOLS, checked_tools)):
+        if name in given:
+            given[name] = [_checked_json(name, given[name], check)]
     if isinstance(sampling := given.get(SAMPLING), Mapping | SamplingParams):
         params = SamplingParams.from_mapping(sampling) if isinstance(sampling, Mapping) else sampling
         given[SAMPLING] = [_json(params)]
@@ -76,21 +99,47 @@ def checked(spec: ModelSpec, inputs: Mapping[str, object]) -> dict[str, object]:
     return given
 
 
+def read_chat(inputs: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]] | None:
+    """(messages, tools) of a job; None: it has a prompt. Raises InvalidInput."""
+    if MESSAGES not in inputs:
+        return None
+    tools = checked_tools(_read(inputs, TOOLS, "a list")) if TOOLS in inputs else []
+    return checked_messages(_read(inputs, MESSAGES, "a list")), tools
+
+
 def read_params(inputs: Mapping[str, Any]) -> SamplingParams:
     """The sampling parameters of a job. Raises InvalidInput."""
     if SAMPLING not in inputs:
         return SamplingParams()
-    found = inputs[SAMPLING]
-    text = found[0] if len(found) == 1 else None
-    if not isinstance(text, str) or len(text) > _MOST_JSON:
-        raise InvalidInput(f"{SAMPLING}: expected one text of JSON, at most {_MOST_JSON} characters")
-    try:
-        options = json.loads(text)
-    except (ValueError, RecursionError):
-        raise InvalidInput(f"{SAMPLING}: found a text that is no JSON, expected an object of sampling fields") from None
+    options = _read(inputs, SAMPLING, "an object of sampling fields")
     if not isinstance(options, dict):
         raise InvalidInput(f"{SAMPLING}: found {described(options)}, expected an object of sampling fields")
     return SamplingParams.from_mapping(options)
+
+
+def _checked_json(name: str, given: object, check: Callable[[object], object]) -> str:
+    """The JSON of messages or tools that pass. Jobs of other programs have the JSON already."""
+    if isinstance(given, Sequence) and len(given) == 1 and isinstance(given[0], str):
+        given = _read({name: given}, name, "a list")
+    check(given)
+    try:
+        return json.dumps(given, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        raise InvalidInput(
+            f"{name}: found values that JSON has not, expected texts, numbers, lists and mappings"
+        ) from None
+
+
+def _read(inputs: Mapping[str, Any], name: str, expected: str) -> Any:
+    """The value of an input that travels as JSON. Raises InvalidInput."""
+    found = inputs[name]
+    text = found[0] if len(found) == 1 else None
+    if not isinstance(text, str) or len(text) > _MOST_JSON:
+        raise InvalidInput(f"{name}: expected one text of JSON, at most {_MOST_JSON} characters")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise InvalidInput(f"{name}: found a text that is no JSON, expected {expected}") from None
 
 
 def _check_fits(spec: ModelSpec, inputs: Mapping[str, Any]) -> None:

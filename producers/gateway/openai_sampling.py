@@ -83,9 +83,9 @@ async def generating_spec(client: GatewayClient, model: str) -> ModelSpec:
     return spec
 
 
-def sampling_of(fields: SamplingFields, max_tokens: int) -> Sampling:
-    """Raises InvalidInput for values out of their range."""
-    wishes: dict[str, Any] = {"max_tokens": max_tokens}
+def sampling_of(fields: SamplingFields, max_tokens: int, **more: Any) -> Sampling:
+    """more: further fields of SamplingParams. Raises InvalidInput for values out of their range."""
+    wishes: dict[str, Any] = {"max_tokens": max_tokens, **more}
     for name in _SAME_NAME:
         if (value := getattr(fields, name)) is not None:
             wishes[name] = value

@@ -59,8 +59,8 @@ class Shape(Protocol):
     def begin(self, head: Head, index: int) -> msgspec.Struct | None:
         """The chunk before the first text of a choice; None: there is none."""
 
-    def chunk(self, head: Head, delta: Delta) -> msgspec.Struct:
-        """A chunk of one choice."""
+    def chunk(self, head: Head, delta: Delta) -> msgspec.Struct | None:
+        """A chunk of one choice; None: there is nothing to tell yet."""
 
     def end(self, head: Head, usage: UsageView) -> msgspec.Struct:
         """The last chunk of a stream, for clients that ask for the usage."""
@@ -107,9 +107,10 @@ class OpenAiTexts:
                 if delta is None:
                     await exchange.write(HEARTBEAT)
                     continue
-                if delta.usage is not None:
-                    usages[delta.index] = delta.usage
-                await exchange.write(_event(shape.chunk(head, delta)))
+                if delta.whole is not None:
+                    usages[delta.index] = delta.whole.usage
+                if (chunk := shape.chunk(head, delta)) is not None:
+                    await exchange.write(_event(chunk))
             if tells_usage:
                 usage = _summed([usages[index] for index in sorted(usages)], request.choices)
                 await exchange.write(_event(shape.end(head, usage)))

@@ -14,6 +14,8 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from penstock.producers.async_client import AsyncJobHandle
 from penstock.producers.events import JobEvent
 from penstock.producers.gateway.event_stream import EventStreams
@@ -21,12 +23,11 @@ from penstock.producers.gateway.exchange import ClientGone, Exchange
 from penstock.producers.gateway.waiting import JobRequest, Jobs, job_headers
 from penstock.registry.errors import InvalidInput, JobFailed
 from penstock.registry.generation_inputs import with_options
-from penstock.registry.package import ModelSpec
 from penstock.registry.queues import PriorityName
 from penstock.registry.sampling_params import SamplingParams
 from penstock.registry.tensors import Array
 
-__all__ = ["Delta", "Text", "TextJobs", "TextRequest", "TextUsage", "check_generates"]
+__all__ = ["Delta", "Text", "TextJobs", "TextRequest", "TextUsage"]
 
 _MOST_JOBS: Final = 128
 _MOST_SEED: Final = 2**64
@@ -85,20 +86,25 @@ class TextUsage(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A whole text."""
+    """A whole text. message: of the answer to a chat, in OpenAI's form; None where there was a prompt."""
 
     text: str
     finish_reason: str
     usage: TextUsage
+    message: dict[str, Any] | None = None
 
 
 class Delta(NamedTuple):
-    """What is new of one text. index: of the text. finish_reason, usage: with its end."""
+    """What is new of one text. index: of the text. whole: with its end."""
 
     index: int
     text: str
-    finish_reason: str | None = None
-    usage: TextUsage | None = None
+    whole: Text | None = None
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the text has ended; None: it goes on."""
+        return None if self.whole is None else self.whole.finish_reason
 
 
 class TextJobs:
@@ -171,22 +177,22 @@ class TextJobs:
                 delta = _delta_of(index, event, sent[index])
                 if delta is not None:
                     sent[index] += len(delta.text)
-                    left -= delta.finish_reason is not None
+                    left -= delta.whole is not None
                     yield delta
         finally:
             for task in tasks:
                 task.cancel()
 
 
-def check_generates(spec: ModelSpec) -> None:
-    """Raises InvalidInput for a model that writes no text."""
-    if spec.generate is None:
-        raise InvalidInput(f"{spec.name} generates no text. Expected a model of format generate")
-
-
 def _text_of(outputs: Mapping[str, Array]) -> Text:
     prompt, completion, cached = (int(number) for number in outputs["usage"])
-    return Text(str(outputs["text"][0]), str(outputs["finish_reason"][0]), TextUsage(prompt, completion, cached))
+    message = str(outputs["message"][0])
+    return Text(
+        str(outputs["text"][0]),
+        str(outputs["finish_reason"][0]),
+        TextUsage(prompt, completion, cached),
+        msgspec.json.decode(message) if message else None,
+    )
 
 
 def _delta_of(index: int, event: JobEvent, sent: int) -> Delta | None:
@@ -199,7 +205,7 @@ def _delta_of(index: int, event: JobEvent, sent: int) -> Delta | None:
     if event.type == "completed":
         whole = _text_of(event.data)
         # An answer from the cache has no chunks.
-        return Delta(index, whole.text[sent:], whole.finish_reason, whole.usage)
+        return Delta(index, whole.text[sent:], whole)
     if event.type == "reset" and sent:
         raise JobFailed("The beginning of the text was sent, and the job began anew. Expected a new request")
     if isinstance(event.data, Exception):

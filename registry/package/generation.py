@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, model_validator
 
-from penstock.registry.generation_inputs import PROMPT, SAMPLING, TOKEN_IDS
+from penstock.registry.generation_inputs import MESSAGES, PROMPT, SAMPLING, TOKEN_IDS, TOOLS
 from penstock.registry.package.spec_sections import Section
 
 __all__ = ["GENERATE", "MOST_SEATS", "PROFILES", "Generation", "with_signature"]
@@ -32,6 +32,8 @@ PROFILES: Final[dict[str, dict[str, Any]]] = {
 _INPUTS: Final = (
     {"name": PROMPT, "dtype": "string", "shape": [1], "optional": True},
     {"name": TOKEN_IDS, "dtype": "int64", "shape": [1, "prompt_tokens"], "optional": True},
+    {"name": MESSAGES, "dtype": "string", "shape": [1], "optional": True},
+    {"name": TOOLS, "dtype": "string", "shape": [1], "optional": True},
     {"name": SAMPLING, "dtype": "string", "shape": [1], "optional": True},
 )
 _OUTPUTS: Final = (
@@ -40,6 +42,7 @@ _OUTPUTS: Final = (
     {"name": "finish_reason", "dtype": "string", "shape": ["choices"]},
     {"name": "usage", "dtype": "int64", "shape": [3]},
     {"name": "logprobs", "dtype": "string", "shape": ["choices"]},
+    {"name": "message", "dtype": "string", "shape": ["choices"]},
 )
 
 
