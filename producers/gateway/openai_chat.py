@@ -51,7 +51,7 @@ class ChatMessage(msgspec.Struct, omit_defaults=True):
     """An answer, or what is new of it. function_call: the older form of one call."""
 
     role: str = ""
-    content: str | None | msgspec.UnsetType = msgspec.UNSET
+    content: str | msgspec.UnsetType | None = msgspec.UNSET
     tool_calls: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
     function_call: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
