@@ -14,16 +14,14 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.registry.errors import InvalidInput, described, shown
+from penstock.registry.package.generation import PROMPT, SAMPLING, TOKEN_IDS
 from penstock.registry.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from penstock.registry.package import ModelSpec
 
-__all__ = ["PROMPT", "SAMPLING", "TOKEN_IDS", "as_inputs", "checked", "read_params", "with_options"]
+__all__ = ["as_inputs", "checked", "read_params", "with_options"]
 
-PROMPT: Final = "prompt"
-TOKEN_IDS: Final = "prompt_token_ids"  # noqa: S105 - the name of an input
-SAMPLING: Final = "sampling_params"
 _MOST_JSON: Final = 1 << 20
 
 
