@@ -16,29 +16,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.registry.chat_messages import checked_messages, checked_tools
 from penstock.registry.errors import InvalidInput, described, shown
+from penstock.registry.package.generation import MESSAGES, PROMPT, SAMPLING, TOKEN_IDS, TOOLS
 from penstock.registry.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from penstock.registry.package import ModelSpec
 
-__all__ = [
-    "MESSAGES",
-    "PROMPT",
-    "SAMPLING",
-    "TOKEN_IDS",
-    "TOOLS",
-    "as_inputs",
-    "checked",
-    "read_chat",
-    "read_params",
-    "with_options",
-]
+__all__ = ["as_inputs", "checked", "read_chat", "read_params", "with_options"]
 
-PROMPT: Final = "prompt"
-TOKEN_IDS: Final = "prompt_token_ids"  # noqa: S105 - the name of an input
-MESSAGES: Final = "messages"
-TOOLS: Final = "tools"
-SAMPLING: Final = "sampling_params"
 _PROMPTS: Final = (PROMPT, TOKEN_IDS, MESSAGES)
 _MOST_JSON: Final = 1 << 20
 

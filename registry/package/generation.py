@@ -13,10 +13,26 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, model_validator
 
-from penstock.registry.generation_inputs import MESSAGES, PROMPT, SAMPLING, TOKEN_IDS, TOOLS
 from penstock.registry.package.spec_sections import Section
 
-__all__ = ["GENERATE", "MOST_SEATS", "PROFILES", "Generation", "with_signature"]
+__all__ = [
+    "GENERATE",
+    "MESSAGES",
+    "MOST_SEATS",
+    "PROFILES",
+    "PROMPT",
+    "SAMPLING",
+    "TOKEN_IDS",
+    "TOOLS",
+    "Generation",
+    "with_signature",
+]
+
+PROMPT: Final = "prompt"
+TOKEN_IDS: Final = "prompt_token_ids"  # noqa: S105 - the name of an input
+MESSAGES: Final = "messages"
+TOOLS: Final = "tools"
+SAMPLING: Final = "sampling_params"
 
 GENERATE: Final = "generate"
 """The format whose model writes text, token by token."""

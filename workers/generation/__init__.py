@@ -21,8 +21,10 @@ request          one request: its sequence, text and end
 sampler, noise   logits -> tokens
 text             tokens -> text as it grows
 outputs          what the caller gets
+runner           the thread that owns an engine
+served           the runtime of format `generate`: jobs -> the runner
 
-The queue does not use it yet. The names are loaded at first use, because the engine imports torch.
+The names are loaded at first use, because the engine imports torch.
 """
 
 from __future__ import annotations

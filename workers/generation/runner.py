@@ -6,8 +6,8 @@
 A job's own thread sleeps until its request has ended. Waking each of them for each output would take the lock of
 Python from the engine hundreds of times a second.
 
-Texts are decoded and handed over in intervals: the first token of each at once, later ones of all together. An exception of a step
-fails the requests of that moment, and no later one.
+Texts are decoded and handed over in intervals: the first token of each at once, later ones of all together. An
+exception of a step fails the requests of that moment, and no later one.
 """
 
 from __future__ import annotations

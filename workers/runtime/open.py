@@ -7,11 +7,11 @@ from typing import Final
 
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.package import Package
+from penstock.registry.package.generation import GENERATE
 from penstock.registry.package.spec import PIPELINE
 from penstock.registry.package.spec_sections import Precision
 from penstock.workers.frameworks.detector import FRAMEWORKS, framework_of_package
 from penstock.workers.runtime.base import Runtime
-from penstock.workers.runtime.generate import GenerateRuntime
 from penstock.workers.runtime.instances import ProcessInstances, ThreadInstances
 from penstock.workers.runtime.loading import LoadOptions
 from penstock.workers.runtime.onnx import OnnxRuntime
@@ -25,7 +25,6 @@ from penstock.workers.runtime.transformers import EncoderRuntime
 __all__ = ["open_copy", "open_runtime"]
 
 _RUNTIMES: Final[dict[str, Callable[[Package, LoadOptions], Runtime]]] = {
-    "generate": GenerateRuntime,
     "onnx": OnnxRuntime,
     "python": PythonRuntime,
     "pytorch": PyTorchRuntime,
@@ -40,16 +39,22 @@ def open_runtime(
     frameworks: Collection[str] = FRAMEWORKS,
     precision: Precision = "auto",
     warmup_requests: int = 1,
+    generate: Callable[[Package, LoadOptions], Runtime] | None = None,
 ) -> Runtime:
     """The runtime of a package, not yet loaded. No file of the package is read here.
 
     content_hash: the expected hash of the files when they are loaded; empty: any. frameworks: those that models may
     use. precision: of torch models whose package names none. warmup_requests: forwards before the model counts as
-    ready. Raises ConfigurationError for a framework that is not allowed.
+    ready. generate: the runtime of format `generate`; None: the caller cannot have one. Raises ConfigurationError for a
+    framework that is not allowed.
     """
     for one in (package, *package.steps):
         _check_framework(one, frameworks)
     options = LoadOptions(content_hash, precision, warmup_requests)
+    if package.spec.format == GENERATE:
+        if generate is None:
+            raise ConfigurationError(f"{package.label}: found format {GENERATE}, expected another one here")
+        return generate(package, options)
     if package.spec.instances == 1:
         return open_copy(package, options)
     if package.spec.instance_kind == "process":

@@ -29,11 +29,11 @@ from penstock.registry.settings_sections import InferenceConfig
 from penstock.registry.tensors import Tensor
 from penstock.safety.routing import Arm, RoutingTable
 from penstock.workers.batching.batcher import Batch, BatchKey, Pending
+from penstock.workers.generation.served import GenerateRuntime
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.metrics import GenerationFigures
 from penstock.workers.runtime.base import Counted, Runtime
 from penstock.workers.runtime.forms import Forms, forms_of
-from penstock.workers.runtime.generate import GenerateRuntime
 from penstock.workers.runtime.open import open_runtime
 from penstock.workers.versions.policy import VersionPolicy
 from penstock.workers.versions.queue import VersionQueue
@@ -302,6 +302,7 @@ class ServedVersion:
             frameworks=self._config.frameworks,
             precision=self.policy.precision,
             warmup_requests=self._config.compilation.warmup_requests,
+            generate=GenerateRuntime,
         )
 
     @property

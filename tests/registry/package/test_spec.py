@@ -271,7 +271,8 @@ REFUSED: list[tuple[str, object, str]] = [
     (
         "TensorFlow",
         changed(PLAIN, format="SavedModel"),
-        "format: found 'SavedModel', expected one of: torchscript, python, pytorch, transformers, onnx, pipeline, generate; "
+        "format: found 'SavedModel', expected one of: torchscript, python, pytorch, transformers, onnx, pipeline, "
+        "generate; "
         "TensorFlow is not supported, export to onnx",
     ),
     (

@@ -3,7 +3,8 @@
     job, on its model thread: inputs -> Wish -> EngineRunner --> the whole text
                                                  '--> chunks: text, token_ids, on the thread that delivers for all jobs
 
-Each running job has a model thread that waits for its end; one thread of the runner computes the steps of all. A job whose events were delivered in part by another worker continues behind them.
+Each running job has a model thread that waits for its end; one thread of the runner computes the steps of all. A job
+whose events were delivered in part by another worker continues behind them.
 
 Importing this module imports neither torch nor transformers.
 """
@@ -19,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 import numpy as np
 
 from penstock.registry.errors import ConfigurationError, InvalidInput, ModelError, NonFiniteOutput
-from penstock.registry.generation_inputs import PROMPT, SAMPLING, TOKEN_IDS, read_params
+from penstock.registry.generation_inputs import read_params
 from penstock.registry.package import Package
+from penstock.registry.package.generation import PROMPT, SAMPLING, TOKEN_IDS
 from penstock.registry.package.manifest import Manifest
 from penstock.registry.queues import PriorityName
 from penstock.registry.sampling_params import SamplingParams
