@@ -52,11 +52,14 @@ class SchedulerConfig:
     """Most tokens of one step. A longer prompt is computed in chunks, beside the other requests."""
     ageing_steps: int = 256
     """A waiting request rises by one priority each time so many steps have passed. So none starves."""
+    num_speculative_tokens: int = 3
+    """Most tokens that are guessed from the text so far, for each of at most two running greedy requests; 0 is off."""
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("ageing_steps", self.ageing_steps, 1)
+        _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigurationError(
                 f"max_num_batched_tokens: found {self.max_num_batched_tokens}, expected at least max_num_seqs, "

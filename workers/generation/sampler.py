@@ -1,7 +1,8 @@
 """Logits of a step -> one token for each row.
 
-    logits (S, V) -> tokens before min_tokens barred -> greedy rows: argmax
-                                                     -> others: temperature, top_k, top_p in it, min_p, Gumbel noise
+    logits (S, V) -> log probabilities, where asked for
+                  -> penalties, biases, forbidden tokens -> greedy rows: argmax
+                                                         -> others: temperature, top_k, top_p in it, min_p, Gumbel noise
 
 Filters look at the 256 most probable tokens. Where these do not decide a row, all of its tokens are sorted: the result
 is the same.
@@ -18,26 +19,40 @@ from typing import Final
 import torch
 
 from penstock.registry.sampling_params import SamplingParams
+from penstock.workers.generation.logit_changes import change_logits
 from penstock.workers.generation.noise import gumbel
+from penstock.workers.generation.token_history import TokenHistory
 
-__all__ = ["Sampled", "SamplingRow", "sample"]
+__all__ = ["Sampled", "SamplingRow", "logprobs_at", "sample"]
 
 _PREFILTER: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """position: of the token that is chosen, in prompt and output. barred: tokens that may not be chosen now."""
+    """position: of the token that is chosen, in prompt and output."""
 
     params: SamplingParams
     seed: int
     position: int
     barred: Sequence[int] = ()
+    """Tokens that may not be chosen now: few of them."""
+    forbidden: torch.Tensor | None = None
+    """(V,) bool: the same, where they are many."""
+    history: TokenHistory | None = None
+    """The tokens before this one, where they have penalties."""
+    logprobs: int | None = None
+    """So many most probable tokens are told, and the chosen one."""
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the model's own logits do not stand as they are."""
+        return bool(self.barred or self.params.logit_bias) or self.forbidden is not None or self.history is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """token: None where the logits are not finite. logprobs: by token, where the request asks for them."""
+    """token: None where the logits are not finite, or forbid every token. logprobs: by token, of the model itself."""
 
     token: int | None
     logprobs: dict[int, float] | None = None
@@ -50,30 +65,34 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
         return _sample(logits, rows)
 
 
+def logprobs_at(logits: torch.Tensor, token: int, number: int) -> dict[int, float]:
+    """logits: (V,). The log probabilities of the token and of so many most probable ones."""
+    logprobs = logits.log_softmax(-1)
+    values, found = logprobs.topk(min(number, logits.shape[-1]))
+    return {token: float(logprobs[token]), **dict(zip(found.tolist(), values.tolist(), strict=True))}
+
+
 def _sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
-    for at, row in enumerate(rows):
-        if row.barred:
-            logits[at, list(row.barred)] = float("-inf")
+    asked = [at for at, row in enumerate(rows) if row.logprobs is not None]
+    own = dict(zip(asked, logits[asked], strict=True)) if asked else {}
     best, chosen = logits.max(-1)
     # NaN and +inf win the maximum, and a row of nothing but -inf has no other.
-    finite = torch.isfinite(best).tolist()
-    tokens = chosen.tolist()
+    is_finite = torch.isfinite(best)
+    if any(row.changes_logits for row in rows):
+        # A NaN below a mask is not seen any more.
+        change_logits(logits, rows)
+        best, chosen = logits.max(-1)
+        is_finite &= torch.isfinite(best)
+    finite, tokens = is_finite.tolist(), chosen.tolist()
     drawn = [at for at, row in enumerate(rows) if not row.params.is_greedy and finite[at]]
     if drawn:
         for at, token in zip(drawn, _draw(logits[drawn], [rows[at] for at in drawn]), strict=True):
             tokens[at] = token
-    return [
-        Sampled(token, _logprobs(logits[at], token, row.params.logprobs)) if finite[at] else Sampled(None)
-        for at, (row, token) in enumerate(zip(rows, tokens, strict=True))
-    ]
-
-
-def _logprobs(logits: torch.Tensor, token: int, number: int | None) -> dict[int, float] | None:
-    if number is None:
-        return None
-    logprobs = logits.log_softmax(-1)
-    values, found = logprobs.topk(min(number, logits.shape[-1]))
-    return {token: float(logprobs[token]), **dict(zip(found.tolist(), values.tolist(), strict=True))}
+    found = []
+    for at, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+        logprobs = logprobs_at(own[at], token, row.logprobs) if row.logprobs is not None and finite[at] else None
+        found.append(Sampled(token if finite[at] else None, logprobs))
+    return found
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
