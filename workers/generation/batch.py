@@ -26,7 +26,7 @@ _LEAST_ROWS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """One forward. `sampling` are the chunks whose logits are wanted: of each its last `num_logits` tokens, in order."""
+    """One forward. `sampling` are the chunks whose logits are wanted, in order; of each the last `num_logits`."""
 
     input_ids: torch.Tensor
     """(1, T)"""

@@ -27,9 +27,10 @@ from penstock.registry.queues import Priority, PriorityName
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.attention import KeyValuePools
 from penstock.workers.generation.batch import flat_batch
+from penstock.workers.generation.chat import Message, chat_output, chat_tokens
 from penstock.workers.generation.config import Config
 from penstock.workers.generation.model import Decoder, load_decoder, wrap_decoder
-from penstock.workers.generation.outputs import EngineStats, FinishReason, RequestOutput
+from penstock.workers.generation.outputs import ChatOutput, EngineStats, FinishReason, RequestOutput
 from penstock.workers.generation.packing import pack
 from penstock.workers.generation.pages import PagePool
 from penstock.workers.generation.prefix_cache import PrefixCache
@@ -42,6 +43,7 @@ from penstock.workers.generation.structure import StructureCompiler
 from penstock.workers.generation.text import TextStream
 from penstock.workers.generation.text_group import add_siblings, has_news, is_finished, members, output
 from penstock.workers.generation.token_rules import token_rules
+from penstock.workers.generation.tool_calls import TOOL_PARSERS, parser_of_template
 from penstock.workers.generation.verification import sampled_tokens
 
 __all__ = ["Engine", "Prompt"]
@@ -142,6 +144,33 @@ class Engine:
         """The outputs of one request as it grows; `delta_text` is what is new. Closing the iterator aborts it."""
         request = self._request(None, prompt, _params(sampling_params), is_streamed=True)
         return self._streamed(self._start(request, priority, tenant))
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        chat_template: str | None = None,
+        tool_parser: str | None = None,
+        priority: PriorityName = "normal",
+        tenant: str = "",
+    ) -> ChatOutput:
+        """The next message of the assistant, with the tools that it calls.
+
+        chat_template: in place of the tokenizer's own. tool_parser: one of `TOOL_PARSERS`; None takes that whose form
+        the template shows. Raises InvalidInput before anything is computed.
+        """
+        tokenizer = self.decoder.tokenizer
+        tokens = chat_tokens(tokenizer, messages, tools, chat_template)
+        parser = tool_parser or parser_of_template(str(chat_template or tokenizer.chat_template))
+        if tools and parser is None:
+            known = ", ".join(TOOL_PARSERS)
+            raise InvalidInput(
+                f"Found tools for a template that shows no form of calls, expected a tool_parser: {known}"
+            )
+        (found,) = self.generate([tokens], sampling_params, priority=priority, tenant=tenant)
+        return chat_output(found, parser, [tool["function"]["name"] for tool in tools])
 
     def add_request(
         self,

@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["CompletionOutput", "Delta", "EngineStats", "FinishReason", "RequestOutput", "Usage"]
+from penstock.workers.generation.tool_calls import ToolCall
+
+__all__ = [
+    "ChatMessage",
+    "ChatOutput",
+    "CompletionOutput",
+    "Delta",
+    "EngineStats",
+    "FinishReason",
+    "RequestOutput",
+    "Usage",
+]
 
 FinishReason = Literal["abort", "error", "length", "stop", "timeout"]
 
@@ -72,6 +83,23 @@ class RequestOutput:
     def delta_token_ids(self) -> tuple[int, ...]:
         """Of the first output."""
         return self.deltas[0].token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of the assistant. content: without the calls of tools."""
+
+    content: str
+    tool_calls: tuple[ToolCall, ...]
+    finish_reason: FinishReason | Literal["tool_calls"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOutput:
+    """The messages that answer a chat, and the output that they are from."""
+
+    messages: tuple[ChatMessage, ...]
+    output: RequestOutput
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,9 +81,9 @@ class StructureCompiler:
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()
 
     def matcher(self, params: SamplingParams) -> TextMatcher:
-        """For a new text. Raises InvalidInput for a form that cannot be compiled, MissingRequirement without llguidance.
+        """For a new text. A form is compiled once, as long as it is among the last ones.
 
-        A form is compiled once, as long as it is among the last ones.
+        Raises InvalidInput for a form that cannot be compiled, and MissingRequirement without llguidance.
         """
         library = _library()
         key = _source(params)
