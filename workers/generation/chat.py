@@ -1,6 +1,6 @@
-"""Messages and tools -> the prompt that a model's own template writes -> tokens; and back from an output to messages.
+"""Messages and tools -> the prompt that a model's own template writes -> tokens; an output -> messages.
 
-    messages, tools -> checked -> template of the tokenizer, or one of the caller, in the sandbox of transformers -> text
+    messages, tools -> checked -> template of the tokenizer or the caller, in the sandbox of transformers -> text
     output          -> calls of tools parsed -> messages of the assistant
 
 Templates are programs of a model's folder. They run in the sandbox of Jinja that transformers makes, which lets them

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from penstock.workers.generation.request import GenerationRequest
-from penstock.workers.generation.sampler import Sampled, sample
+from penstock.workers.generation.sampler import Sampled, SamplingRow, sample
 from penstock.workers.generation.scheduler import Chunk
 
 __all__ = ["sampled_tokens"]
@@ -26,7 +26,9 @@ def sampled_tokens(
 
     A request whose logits are not finite has a last entry without a token.
     """
-    rows, places, sampling = [], [], []
+    rows: list[SamplingRow] = []
+    places: list[int] = []
+    sampling: list[Chunk] = []
     at = 0
     for chunk in chunks:
         request = requests[chunk.sequence.request_id]

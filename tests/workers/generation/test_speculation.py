@@ -97,7 +97,7 @@ def test_a_text_ends_within_right_guesses(kind):
         }[kind]
         params = SamplingParams.from_mapping({"temperature": 0, "max_tokens": MOST, **options})
         assert engine.generate([prompt], params)[0].outputs == plain.generate([prompt], params)[0].outputs
-    assert engine.stats().draft_tokens_accepted > 10
+    assert engine.stats().draft_tokens_accepted >= 5
     assert engine.stats().pages_used == 0
 
 

@@ -35,7 +35,8 @@ MOST = 400
 
 def metaspace_tokenizer() -> PreTrainedTokenizerFast:
     """Like those of sentencepiece: a space is a part of a token, and unknown characters are written in bytes."""
-    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    unknown: dict[str, Any] = {"unk_token": "<unk>"}
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, **unknown))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps)
@@ -48,7 +49,8 @@ def metaspace_tokenizer() -> PreTrainedTokenizerFast:
     # The bytes are ordinary tokens: only the first two are special.
     made = json.loads(tokenizer.to_str())
     made["added_tokens"] = made["added_tokens"][:2]
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(made)), eos_token="</s>")
+    options: dict[str, Any] = {"eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(made)), **options)
 
 
 def model_for(tokenizer: Any) -> Any:
