@@ -29,11 +29,10 @@ __all__ = ["GenerationRequest", "TokenRules"]
 class TokenRules:
     """Which tokens may come, as far as that is the same for all texts of a request.
 
-    eos: the tokens that end a text, without those of the parameters. bad_words: token by token.
-    forbidden: (V,) bool, or None.
+    ending: the tokens that end a text. bad_words: token by token. forbidden: (V,) bool, or None.
     """
 
-    eos: frozenset[int]
+    ending: frozenset[int]
     bad_words: Tokens[Tokens[int]] = ()
     forbidden: torch.Tensor | None = None
 
@@ -115,19 +114,15 @@ class GenerationRequest:
 
     def ends_with(self, token: int, ahead: int = 0) -> bool:
         """Whether the token ends the text behind so many drafts."""
-        return self.num_generated + ahead + 1 >= self.params.min_tokens and token in self._ending()
+        return self.num_generated + ahead + 1 >= self.params.min_tokens and token in self.rules.ending
 
     def _barred(self, ahead: int) -> Tokens[int]:
-        barred = list(self._ending()) if self.num_generated + ahead < self.params.min_tokens else []
+        barred = list(self.rules.ending) if self.num_generated + ahead < self.params.min_tokens else []
         for word in self.rules.bad_words:
             before = len(word) - 1
             if not before or self.sequence.tokens[-before:] == list(word[:-1]):
                 barred.append(word[-1])
         return barred
-
-    def _ending(self) -> frozenset[int]:
-        eos = frozenset() if self.params.ignore_eos else self.rules.eos
-        return eos.union(self.params.stop_token_ids)
 
     # What was chosen
 
@@ -162,7 +157,7 @@ class GenerationRequest:
             self.logprobs.append(one.logprobs)
             self.logprob_sum += one.logprobs[token]
         number = end - self.sequence.num_prompt
-        is_end = number >= self.params.min_tokens and token in self._ending()
+        is_end = number >= self.params.min_tokens and token in self.rules.ending
         if self.stream is not None and not is_end:
             self.stream.push([token])
         if self.matcher is not None:
@@ -205,5 +200,6 @@ class GenerationRequest:
         """What is new since the last call."""
         is_last = self.is_closed = self.finish_reason is not None
         text = "" if self.stream is None else self.stream.take(is_last=is_last)
-        new_ids, self._delivered = tuple(self.token_ids[self._delivered :]), self.num_generated
+        new_ids = tuple(self.sequence.tokens[self.sequence.num_prompt + self._delivered :])
+        self._delivered += len(new_ids)
         return Delta(text, new_ids)

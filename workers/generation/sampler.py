@@ -97,24 +97,27 @@ def _sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """One token for each row, from its filtered distribution."""
-    scaled = logits.double() / torch.tensor([[row.params.temperature] for row in rows], dtype=torch.float64)
+    size = logits.shape[-1]
     tokens = [-1] * len(rows)
-    left = list(range(len(rows)))
-    filtered = [at for at in left if _is_filtered(rows[at].params, scaled.shape[-1])]
+    filtered = [at for at, row in enumerate(rows) if _is_filtered(row.params, size)]
     if filtered:
-        for at, token in _from_top(scaled, rows, filtered, min(_PREFILTER, scaled.shape[-1])):
+        for at, token in _from_top(logits, rows, filtered, min(_PREFILTER, size)):
             tokens[at] = token
         undecided = [at for at in filtered if tokens[at] < 0]
         if undecided:
-            for at, token in _from_top(scaled, rows, undecided, scaled.shape[-1]):
+            for at, token in _from_top(logits, rows, undecided, size):
                 tokens[at] = token
-    free = [at for at in left if tokens[at] < 0]
+    free = [at for at, row in enumerate(rows) if not _is_filtered(row.params, size)]
     if free:
-        every = torch.arange(scaled.shape[-1]).expand(len(free), -1)
-        scores = scaled[free] + _noise([rows[at] for at in free], every)
+        own = [rows[at] for at in free]
+        scores = logits[free].double() / _temperatures(own) + _noise(own, torch.arange(size).expand(len(free), -1))
         for at, token in zip(free, scores.argmax(-1).tolist(), strict=True):
             tokens[at] = token
     return tokens
+
+
+def _temperatures(rows: Sequence[SamplingRow]) -> torch.Tensor:
+    return torch.tensor([[row.params.temperature] for row in rows], dtype=torch.float64)
 
 
 def _is_filtered(params: SamplingParams, vocab_size: int) -> bool:
@@ -122,14 +125,17 @@ def _is_filtered(params: SamplingParams, vocab_size: int) -> bool:
 
 
 def _from_top(
-    scaled: torch.Tensor, rows: Sequence[SamplingRow], at: Sequence[int], number: int
+    logits: torch.Tensor, rows: Sequence[SamplingRow], at: Sequence[int], number: int
 ) -> list[tuple[int, int]]:
     """(row, token) of those rows whose choice lies within so many of their most probable tokens."""
-    vocab_size = scaled.shape[-1]
-    own, params = scaled[at], [rows[each].params for each in at]
-    top, tokens = own.topk(number)
-    probabilities = (top - own.logsumexp(-1, keepdim=True)).exp()
+    vocab_size = logits.shape[-1]
+    own, asked = logits if len(at) == len(logits) else logits[at], [rows[each] for each in at]
+    params = [each.params for each in asked]
+    temperatures = _temperatures(asked)
+    found, tokens = own.topk(number)
+    top = found.double() / temperatures
     most = torch.tensor([[each.top_k if 0 < each.top_k < vocab_size else vocab_size] for each in params])
+    probabilities = (top - top[:, :1]).exp() / _sums(own, found[:, :1], temperatures, top)
     kept = torch.arange(number) < most
     # top_p is a share of what top_k leaves. That is known where all of it is here, or nothing was cut.
     total = torch.where(most <= number, (probabilities * kept).sum(-1, keepdim=True), 1.0)
@@ -146,6 +152,15 @@ def _from_top(
     scores = top.masked_fill(~kept, float("-inf")) + _noise([rows[each] for each in at], tokens)
     chosen = tokens.gather(-1, scores.argmax(-1, keepdim=True)).flatten().tolist()
     return [(row, token) for row, token, is_decided in zip(at, chosen, decided, strict=True) if is_decided]
+
+
+def _sums(own: torch.Tensor, best: torch.Tensor, temperatures: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    """(S, 1): the sum over all tokens of their probabilities, as shares of the highest."""
+    if top.shape[-1] == own.shape[-1]:
+        return (top - top[:, :1]).exp().sum(-1, keepdim=True)
+    # Single precision for each token, and double for their sum: it is only compared with top_p.
+    shares = (own - best).div_(temperatures.float()).exp_()
+    return shares.sum(-1, keepdim=True, dtype=torch.float64)
 
 
 def _noise(rows: Sequence[SamplingRow], tokens: torch.Tensor) -> torch.Tensor:

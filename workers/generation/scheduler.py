@@ -27,6 +27,8 @@ from penstock.workers.generation.request_queue import PriorityRequestQueue, leve
 
 __all__ = ["Chunk", "Scheduler", "Sequence", "StepPlan"]
 
+_LONG: Final = 4
+"""Shorter prompts than so many chunks are computed at once: a throughput of many of them is lost otherwise."""
 _NO_DRAFTS: Final[Mapping[str, Tokens[int]]] = {}
 
 
@@ -196,7 +198,7 @@ class Scheduler:
         for sequence in (*decoding, *(one for one in ordered if one.num_left > 1)):
             if sequence in victims or budget == 0:
                 continue
-            number = min(sequence.num_left, budget)
+            number = self._chunk_tokens(sequence, budget, is_alone=not decoding)
             if self._grow(sequence, number, victims):
                 guesses = drafts.get(sequence.request_id, ())[:spare] if sequence.num_left == 1 else ()
                 taken = self._room_for(sequence, guesses)
@@ -204,6 +206,12 @@ class Scheduler:
                 spare -= len(taken)
                 budget -= number + len(taken)
         return victims
+
+    def _chunk_tokens(self, sequence: Sequence, budget: int, *, is_alone: bool) -> int:
+        """Tokens of a sequence in this step. A long prompt must not make the streams beside it wait."""
+        most = self.config.max_long_prefill_tokens
+        is_long = len(sequence.tokens) > _LONG * most
+        return min(sequence.num_left, budget if is_alone or not is_long else min(budget, most))
 
     def _room_for(self, sequence: Sequence, drafts: Tokens[int]) -> tuple[int, ...]:
         """The drafts, with their pages, or none: a page that another running request may need is left to it."""
@@ -275,7 +283,8 @@ class Scheduler:
                 return
             self.waiting.pop(self.step)
             self.running.append(head)
-            number = min(head.num_left, budget)
+            is_alone = not any(chunk.samples for chunk in planned)
+            number = self._chunk_tokens(head, budget, is_alone=is_alone)
             planned.append(Chunk(head, head.num_computed, number))
             budget -= number
 

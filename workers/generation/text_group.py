@@ -47,7 +47,7 @@ def members(first: GenerationRequest) -> list[GenerationRequest]:
 
 def is_finished(first: GenerationRequest) -> bool:
     """Whether all texts have ended."""
-    return all(each.finish_reason is not None for each in members(first))
+    return first.finish_reason is not None and all(each.finish_reason is not None for each in first.siblings)
 
 
 def has_news(first: GenerationRequest) -> bool:
@@ -67,7 +67,8 @@ def output(first: GenerationRequest) -> RequestOutput:
     for index, text in enumerate(chosen):
         deltas.append(text.take_delta())
         completions.append(text.completion(index))
-    if is_finished(first):
+    is_last = is_finished(first)
+    if is_last:
         first.is_closed = True
     wants_prompt = first.params.prompt_logprobs is not None
     return RequestOutput(
@@ -75,7 +76,7 @@ def output(first: GenerationRequest) -> RequestOutput:
         first.prompt,
         tuple(own.tokens[: own.num_prompt]),
         tuple(completions),
-        is_finished(first),
+        is_last,
         Usage(own.num_prompt, sum(each.num_generated for each in texts), own.num_cached),
         tuple(deltas),
         tuple(first.prompt_logprobs) if wants_prompt else None,

@@ -24,16 +24,16 @@ def token_rules(params: SamplingParams, decoder: Decoder) -> TokenRules:
     for name in ("bad_words", "json_schema", "regex", "choice", "grammar"):
         if getattr(params, name) and decoder.tokenizer is None:
             raise InvalidInput(f"{name}: found it for a model without a tokenizer, expected a model with one")
+    ending = frozenset((*params.stop_token_ids, *(() if params.ignore_eos else decoder.eos_token_ids)))
     forbidden = None
     if params.allowed_token_ids is not None:
         forbidden = torch.ones(decoder.vocab_size, dtype=torch.bool)
         forbidden[list(params.allowed_token_ids)] = False
-        ending = {*params.stop_token_ids, *(() if params.ignore_eos else decoder.eos_token_ids)}
         if params.min_tokens and not set(params.allowed_token_ids) - ending:
             raise InvalidInput(
                 "allowed_token_ids: found nothing but ends of texts, expected other tokens for min_tokens"
             )
-    return TokenRules(decoder.eos_token_ids, _bad_words(params.bad_words, decoder), forbidden)
+    return TokenRules(ending, _bad_words(params.bad_words, decoder), forbidden)
 
 
 def _check_known(name: str, tokens: Iterable[int], vocab_size: int) -> None:

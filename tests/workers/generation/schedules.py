@@ -46,6 +46,7 @@ class Schedule:
         config = SchedulerConfig(
             max_num_seqs=seats,
             max_num_batched_tokens=seats + chosen.randrange(0, 20),
+            max_long_prefill_tokens=chosen.choice([1, 4, 64]),
             ageing_steps=chosen.choice([1, 5, 30]),
         )
         return cls(chosen, Scheduler(config, PagePool(num_pages, page_size, prefixes)))

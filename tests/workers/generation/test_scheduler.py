@@ -295,3 +295,19 @@ def test_texts_of_one_prompt_share_its_full_pages():
     planner.record(plan, {"first": 7, "second": 7})
     planner.remove(first)
     assert [planner.pages.users(page) for page in second.pages] == [1, 1, 1]
+
+
+def test_a_long_prompt_takes_small_parts_of_the_steps_of_others():
+    """Alone it gets the budget, and so does a prompt that is not long."""
+    planner = scheduler(max_num_seqs=4, max_num_batched_tokens=100, max_long_prefill_tokens=8)
+    planner.add(request("long", 80))
+    assert planner.plan().num_tokens == 80
+    planner = scheduler(max_num_seqs=4, max_num_batched_tokens=100, max_long_prefill_tokens=8)
+    planner.add(request("stream", 3))
+    step(planner)
+    planner.add(request("long", 80))
+    planner.add(request("short", 32))
+    plan = planner.plan()
+    assert [chunk.num_tokens for chunk in plan.chunks] == [1, 8, 32]
+    planner.record(plan, {"stream": 7, "short": 7})
+    assert [chunk.num_tokens for chunk in planner.plan().chunks] == [1, 1, 8]
