@@ -27,6 +27,7 @@ from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.engine import Engine, Prompt
 from penstock.workers.generation.outputs import RequestOutput
 from penstock.workers.generation.request import Delivered, GenerationRequest
+from penstock.workers.generation.text_group import has_news, is_finished, output
 from penstock.workers.observe.metrics import GenerationFigures
 
 __all__ = ["EngineRunner", "Ticket", "Wish"]
@@ -224,12 +225,12 @@ class EngineRunner:
         outputs: list[tuple[Ticket, RequestOutput]] = []
         for ticket in [*self._tickets.values()]:
             request = ticket.request
-            if request is None or not request.has_news:
+            if request is None or not has_news(request):
                 continue
-            has_ended = request.finish_reason is not None
+            has_ended = is_finished(request)
             if is_due or has_ended or not ticket.handed_at:
                 self._time(ticket, request.num_generated, now)
-                outputs.append((ticket, request.output()))
+                outputs.append((ticket, output(request)))
             if has_ended:
                 del self._tickets[ticket.wish.request_id]
         if outputs:
@@ -244,15 +245,15 @@ class EngineRunner:
 
     def _hand_over(self) -> None:
         while (outputs := self._deliveries.get()) is not None:
-            for ticket, output in outputs:
+            for ticket, found in outputs:
                 sink = ticket.wish.sink
                 try:
-                    wakes = sink(output) if sink is not None else False
+                    wakes = sink(found) if sink is not None else False
                 except BaseException as error:  # only this request is concerned
                     ticket.put(error)
                     continue
-                if wakes or output.finished:
-                    ticket.put(output)
+                if wakes or found.finished:
+                    ticket.put(found)
 
     def _fail_all(self, error: BaseException) -> None:
         for request_id, ticket in self._tickets.items():
