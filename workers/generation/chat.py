@@ -11,21 +11,40 @@ Importing this module imports nothing heavy.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, NamedTuple
 
-from penstock.registry.errors import InvalidInput, described, shown
+from penstock.registry.chat_messages import Message, checked_messages, checked_tools
+from penstock.registry.errors import InvalidInput, shown
 from penstock.workers.generation.outputs import ChatMessage, ChatOutput, CompletionOutput, RequestOutput
-from penstock.workers.generation.tool_calls import ParsedText, parse_tool_calls
+from penstock.workers.generation.tool_calls import TOOL_PARSERS, ParsedText, parse_tool_calls, parser_of_template
 
-__all__ = ["Message", "chat_output", "chat_prompt", "chat_tokens"]
+__all__ = ["ChatPrompt", "chat_output", "chat_prompt", "chat_tokens", "parser_of"]
 
-Message = Mapping[str, Any]
-"""role, content, and what the role has: tool_calls of an assistant, name and tool_call_id of a tool."""
 
-_ROLES: Final = ("system", "developer", "user", "assistant", "tool")
-_MAX_MESSAGES: Final = 4_096
+class ChatPrompt(NamedTuple):
+    """What is asked in place of a prompt. template: in place of the tokenizer's own. parser: of calls of tools."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()
+    template: str | None = None
+    parser: str | None = None
+
+    @property
+    def tool_names(self) -> list[str]:
+        """The names that the model is told."""
+        return [tool["function"]["name"] for tool in self.tools]
+
+
+def parser_of(tokenizer: Any, prompt: ChatPrompt) -> str | None:
+    """The parser of the calls; None: there are no tools. Raises InvalidInput where none is known."""
+    if not prompt.tools:
+        return None
+    parser = prompt.parser or parser_of_template(str(prompt.template or tokenizer.chat_template))
+    if parser is None:
+        known = ", ".join(TOOL_PARSERS)
+        raise InvalidInput(f"Found tools for a template that shows no form of calls, expected a tool_parser: {known}")
+    return parser
 
 
 def chat_tokens(
@@ -47,10 +66,7 @@ def chat_prompt(
         raise InvalidInput("Found messages for a model without a tokenizer, expected a prompt of token ids")
     if template is None and not tokenizer.chat_template:
         raise InvalidInput("Found messages for a model without a chat template, expected a prompt")
-    plain = [_message(at, message) for at, message in enumerate(_listed("messages", messages))]
-    if not plain:
-        raise InvalidInput("messages: found an empty list, expected at least one message")
-    known = [_tool(at, tool) for at, tool in enumerate(_listed("tools", tools))]
+    plain, known = checked_messages(messages), checked_tools(tools)
     try:
         text = tokenizer.apply_chat_template(
             plain, tools=known or None, chat_template=template, add_generation_prompt=True, tokenize=False
@@ -74,65 +90,3 @@ def _answer(completion: CompletionOutput, parser: str | None, tools: Sequence[st
         found = parse_tool_calls(completion.text, parser, tools)
     is_call = found.tool_calls and completion.finish_reason == "stop"
     return ChatMessage(found.content, found.tool_calls, "tool_calls" if is_call else completion.finish_reason)
-
-
-def _listed(name: str, given: object) -> Sequence[Any]:
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes):
-        raise InvalidInput(f"{name}: found {described(given)}, expected a list")
-    if len(given) > _MAX_MESSAGES:
-        raise InvalidInput(f"{name}: found {len(given)}, expected at most {_MAX_MESSAGES}")
-    return given
-
-
-def _message(at: int, message: object) -> dict[str, Any]:
-    where = f"messages[{at}]"
-    if not isinstance(message, Mapping):
-        raise InvalidInput(f"{where}: found {described(message)}, expected a mapping with role and content")
-    if message.get("role") not in _ROLES:
-        raise InvalidInput(
-            f"{where}.role: found {described(message.get('role'))}, expected one of: {', '.join(_ROLES)}"
-        )
-    plain = {**message, "content": _content(where, message)}
-    if message.get("tool_calls"):
-        calls = _listed(f"{where}.tool_calls", message["tool_calls"])
-        plain["tool_calls"] = [_call(f"{where}.tool_calls[{number}]", call) for number, call in enumerate(calls)]
-    return plain
-
-
-def _content(where: str, message: Mapping[str, Any]) -> str:
-    """Templates of text models know texts only, so parts are joined."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    if content is None and message.get("tool_calls"):
-        return ""
-    if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise InvalidInput(f"{where}.content: found {described(content)}, expected a text or a list of parts")
-    texts = []
-    for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, Mapping) else part
-            raise InvalidInput(f"{where}.content: found a part {described(kind)}, expected parts of type text")
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _call(where: str, call: object) -> dict[str, Any]:
-    """Clients send arguments as JSON; templates write them, so they get the values."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InvalidInput(f"{where}: found {described(call)}, expected a function with name and arguments")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise InvalidInput(f"{where}.function.arguments: found {described(arguments)}, expected JSON") from error
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _tool(at: int, tool: object) -> Mapping[str, Any]:
-    function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
-    if not isinstance(tool, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InvalidInput(f"tools[{at}]: found {described(tool)}, expected type function, and a function with a name")
-    return tool

@@ -22,12 +22,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
+from penstock.registry.chat_messages import Message
 from penstock.registry.errors import ConfigurationError, InvalidInput, described, shown
 from penstock.registry.queues import Priority, PriorityName
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.attention import KeyValuePools
 from penstock.workers.generation.batch import flat_batch
-from penstock.workers.generation.chat import Message, chat_output, chat_tokens
+from penstock.workers.generation.chat import ChatPrompt, chat_output, chat_tokens, parser_of
 from penstock.workers.generation.config import Config
 from penstock.workers.generation.model import Decoder, load_decoder, wrap_decoder
 from penstock.workers.generation.outputs import ChatOutput, EngineStats, FinishReason, RequestOutput
@@ -43,7 +44,6 @@ from penstock.workers.generation.structure import StructureCompiler
 from penstock.workers.generation.text import TextStream
 from penstock.workers.generation.text_group import add_siblings, has_news, is_finished, members, output
 from penstock.workers.generation.token_rules import token_rules
-from penstock.workers.generation.tool_calls import TOOL_PARSERS, parser_of_template
 from penstock.workers.generation.verification import sampled_tokens
 
 __all__ = ["Engine", "Prompt"]
@@ -161,16 +161,10 @@ class Engine:
         chat_template: in place of the tokenizer's own. tool_parser: one of `TOOL_PARSERS`; None takes that whose form
         the template shows. Raises InvalidInput before anything is computed.
         """
-        tokenizer = self.decoder.tokenizer
-        tokens = chat_tokens(tokenizer, messages, tools, chat_template)
-        parser = tool_parser or parser_of_template(str(chat_template or tokenizer.chat_template))
-        if tools and parser is None:
-            known = ", ".join(TOOL_PARSERS)
-            raise InvalidInput(
-                f"Found tools for a template that shows no form of calls, expected a tool_parser: {known}"
-            )
+        prompt = ChatPrompt(messages, tools, chat_template, tool_parser)
+        tokens = self._tokens(prompt)
         (found,) = self.generate([tokens], sampling_params, priority=priority, tenant=tenant)
-        return chat_output(found, parser, [tool["function"]["name"] for tool in tools])
+        return chat_output(found, parser_of(self.decoder.tokenizer, prompt), prompt.tool_names)
 
     def add_request(
         self,
@@ -204,7 +198,7 @@ class Engine:
     def open(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: Prompt | ChatPrompt,
         params: SamplingParams,
         *,
         priority: PriorityName = "normal",
@@ -317,7 +311,7 @@ class Engine:
     # Requests
 
     def _request(
-        self, request_id: str | None, prompt: Prompt, params: SamplingParams, *, is_streamed: bool
+        self, request_id: str | None, prompt: Prompt | ChatPrompt, params: SamplingParams, *, is_streamed: bool
     ) -> GenerationRequest:
         """Checks everything that can be known now. Raises InvalidInput."""
         if request_id is None:
@@ -343,8 +337,11 @@ class Engine:
         add_siblings(request)
         return request
 
-    def _tokens(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
+    def _tokens(self, prompt: Prompt | ChatPrompt) -> list[int]:
+        if isinstance(prompt, ChatPrompt):
+            tokens = chat_tokens(self.decoder.tokenizer, prompt.messages, prompt.tools, prompt.template)
+            parser_of(self.decoder.tokenizer, prompt)
+        elif isinstance(prompt, str):
             if self.decoder.tokenizer is None:
                 raise InvalidInput("Found a text for a model without a tokenizer, expected token ids")
             tokens = list(self.decoder.tokenizer(prompt)["input_ids"])

@@ -24,6 +24,7 @@ from typing import Final
 from penstock.registry.errors import ModelNotReady
 from penstock.registry.queues import PriorityName
 from penstock.registry.sampling_params import SamplingParams
+from penstock.workers.generation.chat import ChatPrompt
 from penstock.workers.generation.engine import Engine, Prompt
 from penstock.workers.generation.outputs import RequestOutput
 from penstock.workers.generation.request import Delivered, GenerationRequest
@@ -46,7 +47,7 @@ class Wish:
     """One request, as a job asks for it."""
 
     request_id: str
-    prompt: Prompt
+    prompt: Prompt | ChatPrompt
     params: SamplingParams
     priority: PriorityName = "normal"
     tenant: str = ""
