@@ -22,7 +22,7 @@ import numpy as np
 from penstock.registry.errors import ConfigurationError, InvalidInput, ModelError, NonFiniteOutput
 from penstock.registry.generation_inputs import read_params
 from penstock.registry.package import Package
-from penstock.registry.package.generation import PROMPT, SAMPLING, TOKEN_IDS
+from penstock.registry.package.generation import PROMPT, TOKEN_IDS, example_inputs
 from penstock.registry.package.manifest import Manifest
 from penstock.registry.queues import PriorityName
 from penstock.registry.sampling_params import SamplingParams
@@ -159,11 +159,8 @@ class GenerateRuntime(PackageRuntime):
             runner.stop()
 
     def _example(self, rows: int, length: int) -> dict[str, Array]:
-        """A prompt of one token: no limit of a model is below it."""
-        return {
-            TOKEN_IDS: np.zeros((1, 1), np.int64),
-            SAMPLING: np.array(['{"max_tokens": 1, "temperature": 0}'], object),
-        }
+        """See example_inputs: it has no free dimension."""
+        return example_inputs()
 
     def _answer(self, output: RequestOutput) -> dict[str, Array]:
         choices = output.outputs
