@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from penstock.registry.package.spec_sections import Section
+from penstock.registry.tensors import Array
 
 __all__ = [
     "GENERATE",
@@ -25,6 +27,7 @@ __all__ = [
     "TOKEN_IDS",
     "TOOLS",
     "Generation",
+    "example_inputs",
     "with_signature",
 ]
 
@@ -110,6 +113,14 @@ class Generation(Section):
     def engine_options(self) -> dict[str, Any]:
         """The options by the names of `Engine.from_pretrained`."""
         return self.model_dump(exclude={"profile"})
+
+
+def example_inputs() -> dict[str, Array]:
+    """A job that every model can run: a prompt of one token, and one token of text."""
+    return {
+        TOKEN_IDS: np.zeros((1, 1), np.int64),
+        SAMPLING: np.array(['{"max_tokens": 1, "temperature": 0}'], object),
+    }
 
 
 def with_signature(fields: Mapping[str, Any]) -> dict[str, Any]:

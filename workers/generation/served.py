@@ -19,20 +19,22 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 
-from penstock.registry.errors import ConfigurationError, InvalidInput, ModelError, NonFiniteOutput
-from penstock.registry.generation_inputs import read_params
+from penstock.registry.errors import ConfigurationError, InputRefused, InvalidInput, ModelError, NonFiniteOutput
+from penstock.registry.generation_inputs import read_chat, read_params
 from penstock.registry.package import Package
-from penstock.registry.package.generation import PROMPT, SAMPLING, TOKEN_IDS
+from penstock.registry.package.generation import MESSAGES, PROMPT, TOKEN_IDS, example_inputs
 from penstock.registry.package.manifest import Manifest
 from penstock.registry.queues import PriorityName
 from penstock.registry.sampling_params import SamplingParams
 from penstock.registry.tensors import Array
+from penstock.workers.generation.chat import ChatPrompt, chat_output, parser_of
 from penstock.workers.observe.metrics import GenerationFigures
 from penstock.workers.runtime.base import Prepared, StreamContext
 from penstock.workers.runtime.loading import LoadOptions, NullContext, PackageRuntime
 
 if TYPE_CHECKING:
-    from penstock.workers.generation.outputs import RequestOutput
+    from penstock.workers.generation.engine import Prompt
+    from penstock.workers.generation.outputs import ChatMessage, RequestOutput
     from penstock.workers.generation.request import Delivered
     from penstock.workers.generation.runner import EngineRunner
 
@@ -97,9 +99,13 @@ class GenerateRuntime(PackageRuntime):
         from penstock.workers.generation.runner import Wish
 
         runner = self._loaded
-        params = read_params(inputs)
-        wish = Wish(context.job_id or _WARM_UP, _prompt(inputs), _seeded(params, context.job_id), tenant=context.tenant)
-        if isinstance(context, ResumableContext):
+        try:
+            params, prompt = read_params(inputs), _prompt(inputs)
+        except InvalidInput as error:
+            raise InputRefused(str(error)) from None
+        wish = Wish(context.job_id or _WARM_UP, prompt, _seeded(params, context.job_id), tenant=context.tenant)
+        # Several texts come at the end, and a worker that takes their job over writes them anew.
+        if isinstance(context, ResumableContext) and params.num_candidates == 1:
             delivered = self._delivered(context, params)
             sink = _Sink(context, params, "" if delivered else self.content_hash)
             wish = replace(wish, priority=context.priority, delivered=delivered, sink=sink)
@@ -113,7 +119,9 @@ class GenerateRuntime(PackageRuntime):
                 if isinstance(context, ResumableContext) and runner.turns != turns:
                     context.alive()
                 turns = runner.turns
-            return self._answer(output)
+            return self._answer(output, prompt, context.job_id)
+        except InvalidInput as error:
+            raise InputRefused(str(error)) from None
         finally:
             ticket.close()
 
@@ -159,14 +167,16 @@ class GenerateRuntime(PackageRuntime):
             runner.stop()
 
     def _example(self, rows: int, length: int) -> dict[str, Array]:
-        """A prompt of one token: no limit of a model is below it."""
-        return {
-            TOKEN_IDS: np.zeros((1, 1), np.int64),
-            SAMPLING: np.array(['{"max_tokens": 1, "temperature": 0}'], object),
-        }
+        """See example_inputs: it has no free dimension."""
+        return example_inputs()
 
-    def _answer(self, output: RequestOutput) -> dict[str, Array]:
+    def _answer(self, output: RequestOutput, prompt: Prompt | ChatPrompt, job_id: str) -> dict[str, Array]:
         choices = output.outputs
+        messages, reasons = [""] * len(choices), [str(one.finish_reason) for one in choices]
+        if isinstance(prompt, ChatPrompt):
+            found = chat_output(output, parser_of(self._loaded.engine.decoder.tokenizer, prompt), prompt.tool_names)
+            messages = [_message_json(one, f"{job_id}{index}") for index, one in enumerate(found.messages)]
+            reasons = [str(one.finish_reason) for one in found.messages]
         if any(one.finish_reason == "error" for one in choices):
             raise NonFiniteOutput("The logits contain NaN or infinity. Expected finite numbers")
         longest = max(len(one.token_ids) for one in choices)
@@ -177,9 +187,10 @@ class GenerateRuntime(PackageRuntime):
         return {
             "text": np.array([one.text for one in choices], object),
             "token_ids": tokens,
-            "finish_reason": np.array([one.finish_reason for one in choices], object),
+            "finish_reason": np.array(reasons, object),
             "usage": np.array([usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens], np.int64),
             "logprobs": np.array([_logprobs_text(one.logprobs) for one in choices], object),
+            "message": np.array(messages, object),
         }
 
     def _delivered(self, context: ResumableContext, params: SamplingParams) -> Delivered | None:
@@ -223,12 +234,28 @@ class _Sink:
         return False
 
 
-def _prompt(inputs: Mapping[str, Array]) -> str | list[int]:
+def _prompt(inputs: Mapping[str, Array]) -> Prompt | ChatPrompt:
+    if (chat := read_chat(inputs)) is not None:
+        return ChatPrompt(*chat)
     if (text := inputs.get(PROMPT)) is not None:
         return str(text[0])
     if (tokens := inputs.get(TOKEN_IDS)) is not None:
         return [int(token) for token in tokens[0].tolist()]
-    raise InvalidInput(f"Found no prompt. Expected one of the inputs {PROMPT} and {TOKEN_IDS}")
+    raise InvalidInput(f"Found no prompt. Expected one of the inputs {PROMPT}, {TOKEN_IDS} and {MESSAGES}")
+
+
+def _message_json(message: ChatMessage, id_stem: str) -> str:
+    """A message of the assistant in OpenAI's form. id_stem: what the ids of its calls begin with."""
+    calls = [
+        {
+            "id": f"call_{id_stem}_{index}",
+            "type": "function",
+            "function": {"name": one.name, "arguments": one.arguments},
+        }
+        for index, one in enumerate(message.tool_calls)
+    ]
+    plain: dict[str, Any] = {"role": "assistant", "content": message.content}
+    return json.dumps({**plain, "tool_calls": calls} if calls else plain, ensure_ascii=False)
 
 
 def _seeded(params: SamplingParams, job_id: str) -> SamplingParams:
