@@ -49,7 +49,7 @@ class EventStreams:
         self.heartbeat_s: Final = heartbeat_s
         self._retry = b"retry: %d\n\n" % retry_ms
         self._open: set[asyncio.Task[Any] | None] = set()
-        self._is_stopping = False
+        self._stopping = asyncio.Event()
 
     @property
     def count(self) -> int:
@@ -58,7 +58,7 @@ class EventStreams:
 
     def stop(self) -> None:
         """Ends all streams, and each new one at once."""
-        self._is_stopping = True
+        self._stopping.set()
         for task in self._open:
             if task is not None:
                 task.cancel()
@@ -88,14 +88,14 @@ class EventStreams:
 
         Raises StreamsStopped.
         """
-        if self._is_stopping:
+        if self._stopping.is_set():
             raise StreamsStopped
         task = asyncio.current_task()
         self._open.add(task)
         try:
             yield
         except asyncio.CancelledError:
-            if not self._is_stopping or task is None:
+            if not self._stopping.is_set() or task is None:
                 raise
             task.uncancel()
             raise StreamsStopped from None
@@ -116,7 +116,7 @@ class EventStreams:
 
     async def _events(self, handle: AsyncJobHandle, last: int) -> AsyncGenerator[JobEvent | None, None]:
         """The events behind `last`, and None after each silence."""
-        while not self._is_stopping:
+        while not self._stopping.is_set():
             try:
                 async for event in handle.stream(after=last, timeout=self.heartbeat_s):
                     last = event.seq

@@ -106,8 +106,18 @@ class ChatRoutes:
     @property
     def routes(self) -> list[Route]:
         """The routes, for the table of the application."""
-        what = ("POST", "/v1/chat/completions", self.chat, "OpenAI: answer a chat", ChatFields, ChatCompletion)
-        return [Route(*what, write_problem=openai_error)]
+        takes, gives = ChatFields, ChatCompletion
+        return [
+            Route(
+                "POST",
+                "/v1/chat/completions",
+                self.chat,
+                "OpenAI: answer a chat",
+                takes,
+                gives,
+                write_problem=openai_error,
+            )
+        ]
 
     async def chat(self, exchange: Exchange) -> None:
         """POST /v1/chat/completions."""

@@ -69,8 +69,18 @@ class CompletionRoutes:
     @property
     def routes(self) -> list[Route]:
         """The routes, for the table of the application."""
-        what = ("POST", "/v1/completions", self.complete, "OpenAI: complete prompts", CompletionFields, Completion)
-        return [Route(*what, write_problem=openai_error)]
+        takes, gives = CompletionFields, Completion
+        return [
+            Route(
+                "POST",
+                "/v1/completions",
+                self.complete,
+                "OpenAI: complete prompts",
+                takes,
+                gives,
+                write_problem=openai_error,
+            )
+        ]
 
     async def complete(self, exchange: Exchange) -> None:
         """POST /v1/completions."""

@@ -20,7 +20,8 @@ __all__ = ["Sampling", "SamplingFields", "StreamOptions", "generating_spec", "sa
 _DEFAULT: Final = "default"
 _SAME_NAME: Final = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words", "allowed_token_ids"),
+    *("json_schema", "regex", "choice", "grammar", "timeout_s"),
 )
 
 
@@ -46,6 +47,13 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    timeout_s: float | None = None
     logit_bias: dict[str, float] | None = None
     n: int | None = None
     stream: bool | None = None

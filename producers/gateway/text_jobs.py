@@ -94,7 +94,8 @@ class Text(NamedTuple):
     message: dict[str, Any] | None = None
 
 
-class Delta(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Delta:
     """What is new of one text. index: of the text. whole: with its end."""
 
     index: int

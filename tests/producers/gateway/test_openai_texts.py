@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -17,6 +17,18 @@ from tests.servers import WorkerProcess, require_module
 from tests.workers.generation.packages import write_writer
 
 PROMPTS = ["the stream", "größe, naïve", "日本語"]
+TEMPLATE = (
+    "{% for tool in tools or [] %}<tool_call>{{ tool.function.name }}</tool_call>{% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+)
+"""It shows the form of calls that the parser `hermes` reads."""
+MESSAGES = [
+    {"role": "system", "content": "short"},
+    {"role": "user", "content": [{"type": "text", "text": "grüß dich"}]},
+]
+CHAT_PROMPT = "system: short\nuser: grüß dich\nassistant:"
+CALL = '<tool_call>{"name": "look", "arguments": {"at": "ü"}}</tool_call>'
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
@@ -41,6 +53,7 @@ class Site(NamedTuple):
 def site(stack: GatewayStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("texts")
     package = write_writer(folder / "models")
+    (package / "chat_template.jinja").write_text(TEMPLATE)
     worker = WorkerProcess(stack.server, folder / "models", folder, name="texts@test").start()
     yield Site(stack.gateway, Engine.from_pretrained(package, max_num_seqs=4, kv_cache_mb=4, packed_linears="off"))
     worker.stop()
@@ -185,3 +198,103 @@ def test_error_of_a_running_job_is_told_in_its_stream(openai: Any):
         list(openai.completions.create(model="writer", prompt="日本" * 200, max_tokens=10, stream=True))
     with pytest.raises(module.APIStatusError, match="max_model_len"):
         openai.completions.create(model="writer", prompt="日本" * 200, max_tokens=10)
+
+
+def test_chat(openai: Any, site: Site):
+    """ES-041: the model's own template makes the prompt; the stream joins to the same answer."""
+    wish = {"model": "writer", "messages": MESSAGES, "max_completion_tokens": 24, **GREEDY}
+    answer = openai.chat.completions.create(**wish)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", site.expected(CHAT_PROMPT))
+    assert (choice.finish_reason, answer.usage.completion_tokens) == ("length", 24)
+    chunks = list(openai.chat.completions.create(**wish, stream=True, stream_options={"include_usage": True}))
+    assert (chunks[-1].choices, chunks[-1].usage.total_tokens) == ([], answer.usage.total_tokens)
+    deltas = [chunk.choices[0] for chunk in chunks[:-1]]
+    assert deltas[0].delta.role == "assistant"
+    assert "".join(each.delta.content or "" for each in deltas) == choice.message.content
+    assert [each.finish_reason for each in deltas if each.finish_reason] == ["length"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_tools(openai: Any, stream: bool):
+    """ES-056: the output is parsed; a regular expression makes a model with random weights write a call."""
+    pattern = CALL.replace("{", r"\{").replace("}", r"\}")
+    wish = {
+        "model": "writer",
+        "messages": MESSAGES,
+        "tools": [TOOL],
+        "temperature": 0,
+        "max_tokens": 120,
+        "stream": stream,
+        "extra_body": {"regex": pattern},
+    }
+    answer = openai.chat.completions.create(**wish)
+    if stream:
+        last = [chunk.choices[0] for chunk in answer][-1]
+        message, reason = last.delta, last.finish_reason
+    else:
+        message, reason = answer.choices[0].message, answer.choices[0].finish_reason
+    (call,) = message.tool_calls
+    assert (reason, message.content) == ("tool_calls", None)
+    assert (call.type, call.function.name, call.function.arguments) == ("function", "look", '{"at": "ü"}')
+    assert call.id.startswith("call_")
+
+
+def test_calls_of_functions(openai: Any):
+    """The older form of the same; its answers go back as messages of the older form."""
+    pattern = CALL.replace("{", r"\{").replace("}", r"\}")
+    wish = {"model": "writer", "temperature": 0, "max_tokens": 120, "extra_body": {"regex": pattern}}
+    first = openai.chat.completions.create(**wish, messages=MESSAGES, functions=[TOOL["function"]])
+    assert first.choices[0].finish_reason == "function_call"
+    message = first.choices[0].message
+    assert (message.content, message.function_call.name) == (None, "look")
+    answered = [
+        *MESSAGES,
+        message.model_dump(exclude_none=True),
+        {"role": "function", "name": "look", "content": "a river"},
+    ]
+    second = openai.chat.completions.create(
+        **wish, messages=answered, functions=[TOOL["function"]], function_call="none"
+    )
+    # Nothing was to be called: the text is content.
+    assert second.choices[0].message.content == CALL
+
+
+def test_json_of_a_schema(openai: Any):
+    """`response_format`: the content is JSON of the schema."""
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    answer = openai.chat.completions.create(
+        model="writer",
+        messages=MESSAGES,
+        temperature=0,
+        max_tokens=100,
+        response_format={"type": "json_schema", "json_schema": {"name": "it", "schema": schema}},
+    )
+    assert set(json.loads(answer.choices[0].message.content)) == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"messages": []}, "messages: found an empty list"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role: found 'robot'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "expected parts of type text"),
+        ({"tools": [{"type": "x"}]}, "tools[0]: found"),
+        ({"tools": [TOOL], "functions": [TOOL["function"]]}, "Found tools and functions"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice: found another value"),
+        ({"response_format": {"type": "xml"}}, "response_format: found another form"),
+        ({"logprobs": True}, "logprobs: found true"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}}, "json_schema"),
+    ],
+)
+def test_bad_chats_are_refused(site: Site, fields: dict[str, Any], expected: str):
+    """422 in OpenAI's shape, with what was expected."""
+    body = {"model": "writer", "messages": MESSAGES, **fields}
+    answer = httpx.post(f"{site.gateway.url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 422, answer.text
+    assert expected in answer.json()["error"]["message"]
