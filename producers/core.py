@@ -1,6 +1,6 @@
 """The part of both clients that does no I/O: arguments, settings, admission limits, job builder, spec cache, handles.
 
-    submit, submit_many, map   arguments -> SubmitOptions -> _submit, _submit_many, _map of Client or AsyncClient
+    submit, submit_many, map, generate   arguments -> SubmitOptions -> _submit, _submit_many, _map of either client
 
 The public methods stand here once, for both clients. A client adds a broker connection, a reply reader, and how it
 publishes, waits and sleeps. After a fork, the child gives each client a new connection and reader: the old ones belong
@@ -27,13 +27,14 @@ from penstock.registry import stack_file
 from penstock.registry.admission import JobBuilder, SpecCache, SubmitOptions, limits_of
 from penstock.registry.broker.base import Announced, Publication, Receipt
 from penstock.registry.envelope import Retry
-from penstock.registry.errors import ClientUnusable, InvalidInput
+from penstock.registry.errors import ClientUnusable, InvalidInput, described
 from penstock.registry.key_reports import check_keys
 from penstock.registry.queues import PriorityName, slot_of
 
 if TYPE_CHECKING:
     from penstock.producers.cached_answers import CachedAnswer, CachedAnswers, Question
     from penstock.registry.package import ModelSpec
+    from penstock.registry.sampling_params import SamplingParams
     from penstock.registry.settings import Settings
 
 __all__ = ["ClientCore", "Inputs", "Item", "Items", "Refused"]
@@ -44,6 +45,8 @@ Items: TypeAlias = Iterable[Item]
 """Inputs, or the error in their place, each with its idempotency key."""
 Refused: TypeAlias = dict[int, InvalidInput] | None
 """Takes the errors of bad items by index. None: the first one is raised."""
+SamplingOptions: TypeAlias = "SamplingParams | Mapping[str, Any] | None"
+"""How a text is generated: SamplingParams, or a mapping of its fields."""
 Handle = TypeVar("Handle", bound=HandleCore)
 Submitted = TypeVar("Submitted")
 SubmittedMany = TypeVar("SubmittedMany")
@@ -128,6 +131,7 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         webhook: str | None = None,
         sticky_key: str | None = None,
         endpoint: str | None = None,
+        options: SamplingOptions = None,
     ) -> Submitted:
         """Publishes one job and returns its handle. In AsyncClient, await it.
 
@@ -144,12 +148,13 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         sticky_key: names the user, so that a sticky A/B experiment answers all its jobs with one version. None: the
         tenant.
         endpoint: one of the model's endpoints, whose policy the job has; see docs/how-to/policies.md. None: `infer`.
+        options: the sampling parameters of a model that generates text; see docs/how-to/generate.md.
         Raises BrokerUnavailable, or a Rejected error such as QueueFull before anything is written.
         """
-        options = SubmitOptions(
+        submitted = SubmitOptions(
             priority, deadline_s, tenant, version, outputs, traceparent, retry, webhook, sticky_key, endpoint
         )
-        return self._submit(model, inputs, options, idempotency_key)
+        return self._submit(model, _with_sampling(inputs, options), submitted, idempotency_key)
 
     def submit_many(
         self,
@@ -167,6 +172,7 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         webhook: str | None = None,
         sticky_key: str | None = None,
         endpoint: str | None = None,
+        options: SamplingOptions = None,
         timeout_s: float | None = None,
     ) -> SubmittedMany:
         """Publishes one job for each item of `batches` and returns their handles in order. In AsyncClient, await it.
@@ -178,10 +184,12 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         accepted stay accepted, and `error.accepted` holds their handles. IdempotencyConflict carries them, too, and
         BrokerUnavailable, whose `error.in_doubt` holds the handles of the jobs without an answer.
         """
-        options = SubmitOptions(
+        submitted = SubmitOptions(
             priority, deadline_s, tenant, version, outputs, traceparent, retry, webhook, sticky_key, endpoint
         )
-        return self._submit_many(model, with_keys(batches, idempotency_keys), options, timeout_s=timeout_s)
+        if options is not None:
+            batches = [_with_sampling(inputs, options) for inputs in batches]
+        return self._submit_many(model, with_keys(batches, idempotency_keys), submitted, timeout_s=timeout_s)
 
     # Mappings give whole outputs; rows give what the model's signature says, which no type checker knows. An array is
     # no sequence for a type checker: its elements could be anything.
@@ -264,6 +272,29 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
             priority, deadline_s, tenant, version, outputs, traceparent, retry, webhook, sticky_key, endpoint
         )
         return self._map(model, options, MapOrder(items, idempotency_keys, progress, on_error, window))
+
+    def generate(
+        self,
+        model: str,
+        prompts: str | Sequence[Any],
+        sampling_params: SamplingOptions = None,
+        *,
+        priority: PriorityName = "normal",
+        deadline_s: float | None = None,
+        tenant: str | None = None,
+        version: str | None = None,
+    ) -> MappedWhole:
+        """Generates a text for each prompt; returns the outputs in the order of the prompts. In AsyncClient, await it.
+
+        prompts: one, or several; each is a text, its token ids, or a mapping of inputs. sampling_params: of all of
+        them. The other arguments: as for `submit`. The first failed job is raised, and cancels those that wait.
+        Raises InvalidInput for any bad prompt or parameter before anything is queued.
+        """
+        from penstock.registry.generation_inputs import as_inputs
+
+        items = [_with_sampling(as_inputs(prompt), sampling_params) for prompt in _several(prompts)]
+        order = MapOrder(items, None, False, "raise", max(1, 4 * len(items)))
+        return cast(MappedWhole, self._map(model, SubmitOptions(priority, deadline_s, tenant, version), order))
 
     def __reduce__(self) -> NoReturn:
         raise ClientUnusable(
@@ -406,6 +437,25 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
 
     def _map_run(self, spec: ModelSpec, options: SubmitOptions, order: MapOrder) -> MapRun[Handle]:
         return MapRun(RowShape(spec, options.outputs), order)
+
+
+def _with_sampling(inputs: Inputs, options: SamplingOptions) -> Inputs:
+    if options is None:
+        return inputs
+    # For the first text: most programs generate none.
+    from penstock.registry.generation_inputs import with_options
+
+    found: Inputs = with_options(inputs, options)
+    return found
+
+
+def _several(prompts: object) -> Sequence[Any]:
+    """One prompt, or several: a list of integers is one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise InvalidInput(f"prompts: found {described(prompts)}, expected a prompt or a list of prompts")
+    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
 
 
 def _client_settings(

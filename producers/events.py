@@ -157,6 +157,10 @@ class EventMerger:
                 self._ends_at = seq
             elif kind == b"events":
                 yield from self._events(seq, sealed)
+            elif kind == b"resumed":
+                # Another worker goes on with the same events.
+                yield from self._up_to(seq, has_started=True)
+                self.last, self._has_told = seq, True
             elif kind in _BEGINS:
                 yield from self._up_to(seq, has_started=True)
                 self.last, self._has_told = seq, True

@@ -323,6 +323,10 @@ class JobBuilder:
             if isinstance(inputs, InvalidInput):
                 raise inputs
             raise InvalidInput(f"Inputs are a {type(inputs).__name__}. Expected a mapping from input name to value")
+        if spec.generate is not None:
+            from penstock.registry.generation_inputs import checked
+
+            inputs = checked(spec, inputs)
         try:
             arrays = spec.signature.check(inputs)
         except InvalidInput as refusal:

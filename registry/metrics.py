@@ -37,21 +37,27 @@ __all__ = [
     "BREAKERS",
     "BREAKER_TRIPS",
     "GATES",
+    "FIRST_TOKEN",
     "GATEWAY_METRICS",
     "GRPC_CALLS",
     "GRPC_SECONDS",
+    "GENERATING",
     "HTTP_REQUESTS",
     "HTTP_SECONDS",
     "HTTP_STREAMS",
     "HTTP_WAITING",
     "INSTANCES_LOST",
+    "INTER_TOKEN",
     "JOBS",
     "LATENCY",
     "LEVEL",
     "METRICS",
     "MODEL_LOADED",
     "OUT_OF_MEMORY",
+    "PAGES",
     "PADDING",
+    "PREEMPTED",
+    "PREFIX_TOKENS",
     "QUARANTINED",
     "QUEUE_AGE",
     "QUEUE_DEPTH",
@@ -63,6 +69,7 @@ __all__ = [
     "SHADOW_PAIRS",
     "SINGLE_FLIGHT",
     "TAKEN_OVER",
+    "TOKENS",
     "TRAFFIC_SHARE",
     "TRANSITIONS",
     "WEBHOOKS",
@@ -300,6 +307,37 @@ SHADOW_COMPARED: Final = Metric(
     "Pairs that a shadow worker settled: pass or fail by the validator, failures of the candidate, or not compared",
 )
 
+GENERATING: Final = Metric(
+    "penstock_generation_requests", "gauge", "requests", (*_MODEL, "state"), "Texts that wait for a seat, or run"
+)
+PREEMPTED: Final = Metric(
+    "penstock_generation_preempted_total", "counter", "requests", _MODEL, "Texts that lost their seat for a while"
+)
+FIRST_TOKEN: Final = Metric(
+    "penstock_first_token_seconds", "histogram", "seconds", _MODEL, "From a text's beginning to its first token", _WAITS
+)
+INTER_TOKEN: Final = Metric(
+    "penstock_inter_token_seconds",
+    "histogram",
+    "seconds",
+    _MODEL,
+    "Between two tokens of a text, as the mean of those that were handed over together",
+    _DURATIONS,
+)
+TOKENS: Final = Metric(
+    "penstock_tokens_total", "counter", "tokens", (*_MODEL, "kind"), "Tokens that were computed: prompt or generated"
+)
+PAGES: Final = Metric(
+    "penstock_pages", "gauge", "pages", (*_MODEL, "kind"), "Pages of keys and values: used, cached, or all of them"
+)
+PREFIX_TOKENS: Final = Metric(
+    "penstock_prefix_tokens_total",
+    "counter",
+    "tokens",
+    (*_MODEL, "kind"),
+    "Tokens of prompts that were looked up in the prefix cache: queried or found",
+)
+
 METRICS: Final = (
     *(REQUESTS, LATENCY, BATCH_SIZE, EXCEPTIONS, MODEL_LOADED, READY),
     *(JOBS, QUEUE_WAIT, BATCH_WAIT, COMPUTE, COMMIT, BATCH_ROWS, PADDING, QUEUE_DEPTH, QUEUE_AGE),
@@ -308,6 +346,7 @@ METRICS: Final = (
     *(CANARY, DRIFT, DRIFT_ALERTS, TRANSITIONS, ALERTS),
     *(CACHE_HITS, CACHE_MISSES, CACHE_ENTRIES, CACHE_BYTES, CACHE_EVICTED, CACHE_FAULTS),
     *(SHADOW_PAIRS, SHADOW_COMPARED),
+    *(GENERATING, PREEMPTED, FIRST_TOKEN, INTER_TOKEN, TOKENS, PAGES, PREFIX_TOKENS),
     *(WEBHOOKS, WEBHOOKS_WAITING, WEBHOOKS_DEAD, WEBHOOKS_AGE),
 )
 """The whole table, in the order of display."""

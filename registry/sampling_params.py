@@ -8,28 +8,37 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from penstock.registry.errors import InvalidInput, described, shown
+from penstock.registry.text_structure import check_choice, check_schema, check_source
 
 __all__ = ["SamplingParams"]
 
 _MAX_SEED: Final = 2**64 - 1
 _MAX_STOPS: Final = 16
 _MAX_LOGPROBS: Final = 20
+_MAX_TEXTS: Final = 64
+_MAX_BIASES: Final = 1_024
 _ALIASES: Final = {"max_new_tokens": "max_tokens"}
+_STRUCTURES: Final = ("json_schema", "regex", "choice", "grammar")
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are chosen, and when a text ends.
 
-    The order is temperature, top_k, top_p inside of top_k, min_p. Raises InvalidInput for a value out of its range.
+    The order is penalties, logit_bias, forbidden tokens, temperature, top_k, top_p inside of top_k, min_p. Raises
+    InvalidInput for a value out of its range, and for fields that contradict each other.
     """
 
     max_tokens: int = 128
     """Most tokens that are generated."""
+    n: int = 1
+    """Texts of one prompt. Text i is that of the seed plus i."""
+    best_of: int | None = None
+    """So many texts are generated, and the n with the highest mean log probability of a token are returned."""
     temperature: float = 1.0
     """0 is greedy: the most probable token. The filters and the seed have no meaning then."""
     top_k: int = 0
@@ -50,6 +59,30 @@ class SamplingParams:
     """So many tokens are generated before a token may end the text."""
     logprobs: int | None = None
     """The log probabilities of so many most probable tokens, and of the chosen one, at each position."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt, from the second on."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that the output has."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token for each time that the output has it."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens in prompt and output, and multiplies their negative ones."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these tokens. JSON has the numbers of tokens as strings."""
+    bad_words: Sequence[str] = ()
+    """The tokens of these words, with and without a space before them, are not generated one after the other."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Only these tokens are generated; a text ends by itself only where its end is among them."""
+    timeout_s: float | None = None
+    """Seconds after which the text ends as it is."""
+    json_schema: Mapping[str, Any] | str | None = None
+    """The text is JSON of this schema: a mapping, or its JSON."""
+    regex: str | None = None
+    """The whole text matches this regular expression."""
+    choice: Sequence[str] | None = None
+    """The text is one of these."""
+    grammar: str | None = None
+    """The text is one of this grammar, in the notation of Lark."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop))
@@ -63,6 +96,8 @@ class SamplingParams:
             _check_int("seed", self.seed, 0, _MAX_SEED)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, _MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check_int("prompt_logprobs", self.prompt_logprobs, 0, _MAX_LOGPROBS)
         _check_int("min_tokens", self.min_tokens, 0, None)
         if self.min_tokens > self.max_tokens:
             raise InvalidInput(f"min_tokens: found {self.min_tokens}, expected at most max_tokens, {self.max_tokens}")
@@ -73,6 +108,73 @@ class SamplingParams:
             _check_text("stop", text)
         for token in self.stop_token_ids:
             _check_int("stop_token_ids", token, 0, None)
+        self._check_number()
+        self._check_penalties()
+        self._check_tokens()
+        if self.timeout_s is not None:
+            _check_float("timeout_s", self.timeout_s, "a number of seconds above 0", lambda value: value > 0)
+        self._check_structure()
+
+    def _check_number(self) -> None:
+        _check_int("n", self.n, 1, _MAX_TEXTS)
+        if self.best_of is not None:
+            _check_int("best_of", self.best_of, 1, _MAX_TEXTS)
+            if self.best_of < self.n:
+                raise InvalidInput(f"best_of: found {self.best_of}, expected at least n, {self.n}")
+        if self.num_candidates > 1 and self.is_greedy:
+            name = "n" if self.n > 1 else "best_of"
+            raise InvalidInput(
+                f"{name}: found {self.num_candidates} with temperature 0, expected a temperature above 0: "
+                "greedy texts are all alike"
+            )
+
+    def _check_penalties(self) -> None:
+        for name, penalty in (
+            ("presence_penalty", self.presence_penalty),
+            ("frequency_penalty", self.frequency_penalty),
+        ):
+            _check_float(name, penalty, "a number from -2 to 2", lambda value: -2 <= value <= 2)
+        _check_float(
+            "repetition_penalty",
+            self.repetition_penalty,
+            "a number above 0, at most 10",
+            lambda value: 0 < value <= 10,
+        )
+
+    def _check_tokens(self) -> None:
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        bad_words = (self.bad_words,) if isinstance(self.bad_words, str) else _tuple("bad_words", self.bad_words)
+        object.__setattr__(self, "bad_words", bad_words)
+        for word in bad_words:
+            _check_text("bad_words", word)
+        if self.allowed_token_ids is None:
+            return
+        object.__setattr__(self, "allowed_token_ids", _tuple("allowed_token_ids", self.allowed_token_ids))
+        if not self.allowed_token_ids:
+            raise InvalidInput("allowed_token_ids: found an empty list, expected at least one token")
+        for token in self.allowed_token_ids:
+            _check_int("allowed_token_ids", token, 0, None)
+        if bad_words:
+            raise InvalidInput("Found allowed_token_ids and bad_words, expected one of both")
+
+    def _check_structure(self) -> None:
+        asked = [name for name in _STRUCTURES if getattr(self, name) is not None]
+        if len(asked) > 1:
+            raise InvalidInput(f"Found {' and '.join(asked)}, expected at most one of: {', '.join(_STRUCTURES)}")
+        if not asked:
+            return
+        # Each of these could cut a text before it is complete, or leave no token to go on with.
+        cutting = ("stop", "stop_token_ids", "ignore_eos", "min_tokens", "bad_words", "allowed_token_ids")
+        if wrong := [name for name in cutting if getattr(self, name)]:
+            raise InvalidInput(f"Found {asked[0]} and {wrong[0]}, expected one of both: the text would not be complete")
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", check_schema(self.json_schema))
+        if self.regex is not None:
+            check_source("regex", self.regex)
+        if self.choice is not None:
+            object.__setattr__(self, "choice", check_choice(self.choice))
+        if self.grammar is not None:
+            check_source("grammar", self.grammar)
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> SamplingParams:
@@ -98,11 +200,40 @@ class SamplingParams:
         """Whether the most probable token is chosen."""
         return self.temperature == 0
 
+    @property
+    def num_candidates(self) -> int:
+        """Texts that are generated."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether the text has a form that is held token by token."""
+        return any(getattr(self, name) is not None for name in _STRUCTURES)
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether logits depend on the tokens before them."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
 
 def _tuple(name: str, values: object) -> tuple[Any, ...]:
     if isinstance(values, Sequence) and not isinstance(values, str | bytes):
         return tuple(values)
     raise InvalidInput(f"{name}: found {described(values)}, expected a list")
+
+
+def _biases(given: object) -> dict[int, float]:
+    if not isinstance(given, Mapping):
+        raise InvalidInput(f"logit_bias: found {described(given)}, expected a mapping of tokens to numbers")
+    if len(given) > _MAX_BIASES:
+        raise InvalidInput(f"logit_bias: found {len(given)} tokens, expected at most {_MAX_BIASES}")
+    biases: dict[int, float] = {}
+    for token, bias in given.items():
+        number = int(token) if isinstance(token, str) and token.isdecimal() and len(token) < 10 else token
+        _check_int("logit_bias", number, 0, None)
+        _check_float("logit_bias", bias, "numbers from -100 to 100", lambda value: -100 <= value <= 100)
+        biases[number] = float(bias)
+    return biases
 
 
 def _check_bool(name: str, value: object) -> None:

@@ -327,7 +327,7 @@ class _Assembly:
 
     def _open_stream(self) -> OpenStream:
         def open_stream(job: ClaimedJob, touch: Callable[[], None]) -> EventStream:
-            return EventStream(job, touch, self.events, keyring, max_bytes)
+            return EventStream(job, touch, self.events, keyring, max_bytes, self.broker.job_events)
 
         keyring, max_bytes = self.identity.keyring, self.settings.inference.queue.max_event_bytes
         return open_stream

@@ -168,16 +168,19 @@ class Claimer:
         turns.rotate(-self._turn)
         self._turn += 1
         for others, model in zip(range(len(turns) - 1, -1, -1), turns, strict=True):
-            credit = min(model.free, room)
+            credit, bands = min(model.free, room), len(Priority)
+            if credit <= 0:
+                free, bands = model.free_for_urgent
+                credit = min(free, room)
             if credit > 0 and (nbytes := credit_bytes.grant(model.name, others)) > 0:
                 room -= credit
-                claims.append(self.claim_of(model.name, credit, nbytes))
+                claims.append(self.claim_of(model.name, credit, nbytes, bands))
         return claims
 
-    def claim_of(self, model: str, credit: int, nbytes: int) -> Claim:
-        """A claim of up to `credit` jobs and `nbytes` bytes."""
+    def claim_of(self, model: str, credit: int, nbytes: int, bands: int = len(Priority)) -> Claim:
+        """A claim of up to `credit` jobs and `nbytes` bytes, of the `bands` most urgent priorities."""
         expected_bytes = self._largest or MAX_JOB_BYTES
-        return Claim(model, credit, self._reserve.of(credit), self._ageing_ms, nbytes, expected_bytes)
+        return Claim(model, credit, self._reserve.of(credit), self._ageing_ms, nbytes, expected_bytes, bands)
 
     def _byte_credit(self) -> ByteCredit:
         return ByteCredit(self._most_bytes, self._models, self._leased.sizes)
@@ -264,7 +267,10 @@ class Claimer:
         if self._most_jobs <= len(self._leased):
             return False
         credit_bytes = self._byte_credit()
-        return any(model.free > 0 and credit_bytes.room(name) > 0 for name, model in self._models.items())
+        return any(
+            (model.free > 0 or model.free_for_urgent[0] > 0) and credit_bytes.room(name) > 0
+            for name, model in self._models.items()
+        )
 
     @property
     def may_wait(self) -> bool:
@@ -284,6 +290,8 @@ class Claimer:
         return True
 
     def _note_found(self, claims: Sequence[Claim], deliveries: Sequence[Delivery]) -> None:
+        # A claim of urgent jobs only has not seen its queue empty.
+        claims = [claim for claim in claims if claim.bands == len(Priority)]
         if not deliveries:
             self._empty.update(claim.slot for claim in claims)
             return

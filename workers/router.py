@@ -400,7 +400,9 @@ def _shares_answers(version: ServedVersion) -> bool:
 
 
 def _forward_of(job: ClaimedJob, version: ServedVersion) -> Run | Suspect:
-    return Suspect(version) if job.is_suspect else Run(version)
+    # A process of an engine takes many jobs with it. They run together once more before each runs alone.
+    spared = version.policy.max_crashes - 1 if version.policy.seats else 1
+    return Suspect(version) if job.delivery.crashes >= max(1, spared) else Run(version)
 
 
 def _refused(job: ClaimedJob, failure: Failure, version: ServedVersion | None = None) -> Answered:

@@ -150,7 +150,7 @@ class Scheduler:
                 queue.raise_cap(now)
             if not len(queue.batcher):
                 continue
-            if is_idle and version.may_start <= 0:
+            if is_idle and not self._may_start(version):
                 continue
             if not is_idle and not self._may_form_ahead(version):
                 continue
@@ -164,6 +164,17 @@ class Scheduler:
                 queue.batcher.put_back(batch)
                 expired += self._backlog.take_expired(version, broker_now)
         return None
+
+    def _may_start(self, version: ServedVersion) -> bool:
+        """Whether the next batch of the version may run. Beyond the seats of an engine it is a more urgent one only."""
+        seats, queue = version.policy.seats, version.queue
+        if version.may_start <= 0:
+            return False
+        if not seats or queue.in_flight < seats:
+            return True
+        urgent = queue.batcher.most_urgent()
+        runs = (*self._executor.running(), *self._executor.waiting())
+        return urgent is not None and any(run.version is version and run.batch.priority > urgent for run in runs)
 
     def _begin(self, version: ServedVersion, batch: Batch[ClaimedJob], *, is_as_built: bool = False) -> BatchRun:
         version.queue.in_flight += 1

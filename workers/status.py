@@ -123,6 +123,8 @@ class StatusReporter:
         for version in tuple(self._lifecycle.table.turns):
             if version.spec.instances > 1 and not version.shares_model:
                 self._metrics.instances_lost(version.name, version.label, version.instances_lost)
+            if (figures := version.generation_figures()) is not None:
+                self._metrics.generation(version.name, version.label, figures)
         memory = self._answers.memory
         memory.expire()
         self._metrics.cache_size(memory.name, len(memory), memory.nbytes, memory.evicted)

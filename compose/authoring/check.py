@@ -21,8 +21,10 @@ import numpy as np
 from penstock.compose.terminal import counted
 from penstock.registry.errors import ModelError, PenstockError
 from penstock.registry.package import Package, load_package
+from penstock.registry.package.generation import example_inputs
 from penstock.registry.package.signature import TensorSpec, shape_text
 from penstock.registry.tensors import Array
+from penstock.workers.generation.served import GenerateRuntime
 from penstock.workers.runtime.base import Runtime
 from penstock.workers.runtime.forms import finite_outputs
 from penstock.workers.runtime.open import open_runtime
@@ -98,9 +100,10 @@ def check_package(
         tell("steps", ", ".join(f"{each.folder.name} ({each.spec.format})" for each in package.steps))
     tell("inputs", _declared(package.spec.inputs))
     tell("outputs", _declared(package.spec.outputs))
-    inputs = package.spec.signature.check(package.spec.signature.example(1) if sample is None else sample)
+    example = example_inputs() if package.spec.generate is not None else package.spec.signature.example(1)
+    inputs = package.spec.signature.check(example if sample is None else sample)
     tell("files", _files(package))
-    with closing(open_runtime(package)) as runtime:
+    with closing(open_runtime(package, generate=GenerateRuntime)) as runtime:
         began = time.monotonic()
         runtime.load(target.device, target.threads)
         load_s = time.monotonic() - began

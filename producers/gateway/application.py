@@ -31,12 +31,16 @@ from penstock.producers.gateway.models import ModelRoutes
 from penstock.producers.gateway.oip import OipRoutes
 from penstock.producers.gateway.openai import OpenAiRoutes
 from penstock.producers.gateway.openai_batches import BatchEndpoint, BatchRoutes
+from penstock.producers.gateway.openai_chat import ChatRoutes
+from penstock.producers.gateway.openai_completions import CompletionRoutes
 from penstock.producers.gateway.openai_files import FileRoutes
+from penstock.producers.gateway.openai_texts import OpenAiTexts
 from penstock.producers.gateway.openapi import DocumentRoutes
 from penstock.producers.gateway.predict import PredictRoutes
 from penstock.producers.gateway.problems import PROBLEM_JSON, as_problem_json, problem_of
 from penstock.producers.gateway.routing import Route, Routes
 from penstock.producers.gateway.rpc.binding import RpcBinding
+from penstock.producers.gateway.text_jobs import TextJobs
 from penstock.producers.gateway.token_counts import PackageTokenizers
 from penstock.producers.gateway.waiting import Jobs
 from penstock.producers.gateway.websocket import WebSockets
@@ -165,6 +169,7 @@ class _Parts:
             max_outstanding=inference.batches.max_outstanding,
             max_line_bytes=self.limits.max_bytes,
         )
+        texts = OpenAiTexts(TextJobs(self.jobs, self.streams))
         groups = (
             JobRoutes(self.jobs, self.streams),
             predict,
@@ -173,6 +178,8 @@ class _Parts:
             FileRoutes(store, self.client, inference.batches.max_file_mb * _MIB),
             self.batches,
             ModelControlRoutes(self.client, settings),
+            CompletionRoutes(self.client, texts),
+            ChatRoutes(self.client, texts),
             OipRoutes(self.jobs, health),
             health,
         )

@@ -9,8 +9,8 @@ tells clients when to come back, to this process or to another one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from typing import Any, Final
 
 import msgspec
@@ -26,26 +26,30 @@ from penstock.registry.codecs import Codec
 from penstock.registry.errors import BrokerUnavailable, InvalidInput, ResultTimeout
 from penstock.registry.tensors import Array
 
-__all__ = ["EventStreams", "event_data"]
+__all__ = ["EVENTS", "HEARTBEAT", "STREAM_HEADERS", "EventStreams", "StreamsStopped", "event_data"]
 
-_EVENTS: Final = b"text/event-stream"
-_HEADERS: Final = (
+EVENTS: Final = b"text/event-stream"
+STREAM_HEADERS: Final = (
     (b"cache-control", b"no-store"),
     # nginx would collect the events of a stream.
     (b"x-accel-buffering", b"no"),
 )
-_HEARTBEAT: Final = b":\n\n"
+HEARTBEAT: Final = b":\n\n"
 _LONGEST_ID: Final = 18
+
+
+class StreamsStopped(Exception):
+    """The server stops, and its streams end."""
 
 
 class EventStreams:
     """The event streams of one process. heartbeat_s: the longest silence. retry_ms: when clients come back."""
 
     def __init__(self, *, heartbeat_s: float = 15.0, retry_ms: int = 1000) -> None:
-        self._heartbeat_s = heartbeat_s
+        self.heartbeat_s: Final = heartbeat_s
         self._retry = b"retry: %d\n\n" % retry_ms
         self._open: set[asyncio.Task[Any] | None] = set()
-        self._is_stopping = False
+        self._stopping = asyncio.Event()
 
     @property
     def count(self) -> int:
@@ -54,7 +58,7 @@ class EventStreams:
 
     def stop(self) -> None:
         """Ends all streams, and each new one at once."""
-        self._is_stopping = True
+        self._stopping.set()
         for task in self._open:
             if task is not None:
                 task.cancel()
@@ -67,21 +71,34 @@ class EventStreams:
         last = _last_event_id(exchange)
         await handle.status()
         exchange.about = job_headers(handle.id)
-        task = asyncio.current_task()
-        self._open.add(task)
         try:
-            with exchange.watch():
+            with self.opened(), exchange.watch():
                 await self._send(handle, codec, exchange, last)
-        except asyncio.CancelledError:
-            if not self._is_stopping or task is None:
-                raise
-            task.uncancel()
+        except StreamsStopped:
             await self._end(exchange)
         except (BrokerUnavailable, TimeoutError):
             # The client comes back with the last id that it saw.
             if not exchange.has_begun:
                 raise
             await self._end(exchange)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Inside of the block the task is an open stream. The stop of the server ends its wait.
+
+        Raises StreamsStopped.
+        """
+        if self._stopping.is_set():
+            raise StreamsStopped
+        task = asyncio.current_task()
+        self._open.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._stopping.is_set() or task is None:
+                raise
+            task.uncancel()
+            raise StreamsStopped from None
         finally:
             self._open.discard(task)
 
@@ -89,9 +106,9 @@ class EventStreams:
         async with aclosing(self._events(handle, last)) as events:
             async for event in events:
                 if not exchange.has_begun:
-                    await exchange.begin_stream(_EVENTS, _HEADERS)
+                    await exchange.begin_stream(EVENTS, STREAM_HEADERS)
                     await exchange.write(self._retry)
-                await exchange.write(_HEARTBEAT if event is None else _written(handle.id, event, codec))
+                await exchange.write(HEARTBEAT if event is None else _written(handle.id, event, codec))
         if exchange.has_begun:
             await exchange.end_stream()
         else:
@@ -99,9 +116,9 @@ class EventStreams:
 
     async def _events(self, handle: AsyncJobHandle, last: int) -> AsyncGenerator[JobEvent | None, None]:
         """The events behind `last`, and None after each silence."""
-        while not self._is_stopping:
+        while not self._stopping.is_set():
             try:
-                async for event in handle.stream(after=last, timeout=self._heartbeat_s):
+                async for event in handle.stream(after=last, timeout=self.heartbeat_s):
                     last = event.seq
                     yield event
                 return
@@ -110,7 +127,7 @@ class EventStreams:
 
     async def _end(self, exchange: Exchange) -> None:
         if not exchange.has_begun:
-            await exchange.begin_stream(_EVENTS, _HEADERS)
+            await exchange.begin_stream(EVENTS, STREAM_HEADERS)
         await exchange.write(self._retry)
         await exchange.end_stream()
 

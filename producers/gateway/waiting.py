@@ -92,13 +92,13 @@ class Jobs:
 
         A job without an idempotency key is cancelled when its client has gone, and when the time is up.
         """
-        with self._place():
+        with self.place():
             handle = await self.submit(request, exchange)
             try:
                 info = await self._await_end(handle, self.wait_s + (request.deadline_s or 0), exchange)
             except (ClientGone, asyncio.CancelledError, TimeoutError):
                 if request.idempotency_key is None:
-                    self._abandon(handle)
+                    self.abandon(handle)
                 raise
         return Finished(handle.id, await handle.result(), info)
 
@@ -127,14 +127,14 @@ class Jobs:
 
         A job without an idempotency key is cancelled when its client has gone, and when the time is up.
         """
-        with self._place():
+        with self.place():
             handle = await self.submit(request, exchange)
             try:
                 with self._waiter(handle.id):
                     yield handle
             except (ClientGone, asyncio.CancelledError, TimeoutError):
                 if request.idempotency_key is None:
-                    self._abandon(handle)
+                    self.abandon(handle)
                 raise
 
     async def submit_and_wait(self, request: JobRequest, wait_s: float, exchange: Requester) -> AsyncJobHandle:
@@ -142,14 +142,14 @@ class Jobs:
 
         A job without an idempotency key is cancelled when its client has gone: nobody knows its id.
         """
-        with self._place():
+        with self.place():
             handle = await self.submit(request, exchange)
             try:
                 with suppress(TimeoutError):
                     await self._await_end(handle, wait_s, exchange)
             except (ClientGone, asyncio.CancelledError):
                 if request.idempotency_key is None:
-                    self._abandon(handle)
+                    self.abandon(handle)
                 raise
         return handle
 
@@ -158,7 +158,7 @@ class Jobs:
 
         Raises ResultTimeout after a silence as long as a request waits.
         """
-        with self._place():
+        with self.place():
             handle = await self.submit(request, exchange)
             is_over = False
             try:
@@ -167,11 +167,11 @@ class Jobs:
                     yield event
             finally:
                 if not is_over and request.idempotency_key is None:
-                    self._abandon(handle)
+                    self.abandon(handle)
 
     async def wait(self, handle: AsyncJobHandle, wait_s: float, exchange: Requester) -> None:
         """Waits for the end of any job, no longer than that. The job goes on then, also when the client goes."""
-        with self._place(), suppress(TimeoutError):
+        with self.place(), suppress(TimeoutError):
             await self._await_end(handle, wait_s, exchange)
 
     async def retry_after_s(self, model: str) -> int:
@@ -190,8 +190,8 @@ class Jobs:
             await asyncio.wait(self._cancelling)
 
     @contextmanager
-    def _place(self) -> Iterator[None]:
-        """One of the places of requests that wait."""
+    def place(self) -> Iterator[None]:
+        """Inside of the block a request has one of the places of those that wait. Raises QueueFull without one."""
         if self.waiting >= self.max_waiting:
             raise QueueFull(
                 f"{self.max_waiting} requests wait in this process. Expected a retry after {_FULL_RETRY_S:g} s",
@@ -224,7 +224,7 @@ class Jobs:
             if (left := waiters.pop(job_id) - 1) > 0:
                 waiters[job_id] = left
 
-    def _abandon(self, handle: AsyncJobHandle) -> None:
+    def abandon(self, handle: AsyncJobHandle) -> None:
         """Cancels a job whose request has ended, unless another request of this process waits for it."""
         if handle.id in self._waiters:
             return

@@ -184,7 +184,8 @@ class Claim(NamedTuple):
 
     `credit_bytes`: no further job is claimed when the sealed bytes of the claimed ones have reached it, or have reached
     CLAIM_BYTES. The last one may exceed it, and any positive credit gets a job. One job of the reserve is claimed
-    beyond it. `expected_bytes`: the size of a job, as a guess; a good one saves steps inside the broker."""
+    beyond it. `expected_bytes`: the size of a job, as a guess; a good one saves steps inside the broker.
+    `bands`: only jobs of so many priorities, the most urgent ones."""
 
     slot: str
     credit: int
@@ -192,6 +193,7 @@ class Claim(NamedTuple):
     ageing_ms: int
     credit_bytes: int = 1 << 50
     expected_bytes: int = 1 << 20
+    bands: int = len(Priority)
 
 
 class Delivery(msgspec.Struct, frozen=True, gc=False):
@@ -229,7 +231,8 @@ class Held(NamedTuple):
 class Emission(NamedTuple):
     """One envelope of `events` events to append to a held job's stream as one entry, whose id has the number of the
     last event. `attempt` names this run of the job. `after` is the position that the run's previous emission returned.
-    Events before number `keep_from` are deleted."""
+    Events before number `keep_from` are deleted. `resumes`: a run that begins continues the events of the one before,
+    and does not void them."""
 
     held: Held
     attempt: str
@@ -237,6 +240,7 @@ class Emission(NamedTuple):
     events: int = 1
     after: Position = Position()
     keep_from: int = 0
+    resumes: bool = False
 
 
 class Renewal(NamedTuple):
@@ -457,6 +461,9 @@ class WorkerEnd(Protocol):
         repeated. Jobs that were never claimed or have ended are unchanged. The incidents are kept until `ttl_ms` after
         the last one.
         """
+
+    def job_events(self, job_id: str) -> list[StreamEntry]:
+        """The entries of a job's event stream, from the first that is kept."""
 
     def emit(self, consumer: str, emissions: Sequence[Emission], ttl_ms: int, *, max_bytes: int) -> list[Position]:
         """Append events of running jobs, each job named once; return the new position of each job, in order.

@@ -47,7 +47,7 @@ from penstock.registry.broker.memory_record import StoredRecord, with_rating
 from penstock.registry.broker.memory_state import ArmedClaim, MemoryState
 from penstock.registry.broker.memory_streams import Clock
 from penstock.registry.broker.memory_webhooks import MemoryWebhookEnd
-from penstock.registry.queues import Priority, crashes_key, experiment_key, ratings_key, slot_of
+from penstock.registry.queues import Priority, crashes_key, events_key, experiment_key, ratings_key, slot_of
 
 __all__ = ["MemoryBroker"]
 
@@ -323,6 +323,11 @@ class MemoryBroker(MemoryWebhookEnd):
                     key = crashes_key(slot, job.priority, job.entry_id)
                     incidents = self._state.crashes.get(key) or frozenset()
                     self._state.crashes.put(key, incidents | {incident}, ttl_ms)
+
+    def job_events(self, job_id: str) -> list[StreamEntry]:
+        """See WorkerEnd.job_events."""
+        with self._lock:
+            return self._state.entries_after({events_key(job_id): (0, -1)}, 1 << 62)
 
     def emit(self, consumer: str, emissions: Sequence[Emission], ttl_ms: int, *, max_bytes: int) -> list[Position]:
         """See WorkerEnd.emit."""

@@ -151,7 +151,7 @@ class MemoryState(MemoryStreams):
         if claim.slot in self.paused or not self.slots[claim.slot].has_waiting:
             return []
         found: list[Delivery] = []
-        bands, visited, left_bytes = BANDS, 0, min(claim.credit_bytes, CLAIM_BYTES)
+        bands, visited, left_bytes = BANDS[: claim.bands], 0, min(claim.credit_bytes, CLAIM_BYTES)
         urgent = claim.credit - claim.reserve
 
         def take(band: Priority, count: int) -> None:

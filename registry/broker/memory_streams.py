@@ -102,7 +102,8 @@ class MemoryStreams:
                 return history.position
             if history.size + len(sealed) > max_bytes:
                 keep_from = history.last_id[0] + 1
-            self._append_event(key, history, "reset" if history.entries else "started", run, 1, ttl_ms)
+            again = "resumed" if emission.resumes else "reset"
+            self._append_event(key, history, again if history.entries else "started", run, 1, ttl_ms)
         history.size += len(sealed)
         self._append_event(key, history, "events", sealed, emission.events, ttl_ms)
         del history.entries[: history.position_after((keep_from, -1))]

@@ -60,6 +60,7 @@ from penstock.registry.queues import (
     active_key,
     crashes_key,
     dead_key,
+    events_key,
     flow_key,
     idempotency_key,
     key_group,
@@ -216,7 +217,7 @@ def claim(consumer: str, request: Claim) -> Call:
     """One call that takes jobs of one slot."""
     keys = [*stream_keys(request.slot), paused_key(request.slot), active_key(request.slot)]
     args = [GROUP, consumer, request.credit, request.reserve, request.ageing_ms, request.credit_bytes]
-    return _call("claim", keys, [*args, CLAIM_BYTES, MAX_JOB_BYTES, request.expected_bytes])
+    return _call("claim", keys, [*args, CLAIM_BYTES, MAX_JOB_BYTES, request.expected_bytes, request.bands])
 
 
 def claimed(slot: str, answer: Sequence[Any]) -> tuple[float, bool, list[Delivery]]:
@@ -447,10 +448,21 @@ def emit(consumer: str, emissions: Sequence[Emission], ttl_ms: int, max_bytes: i
     """One call that appends events of running jobs of one slot."""
     args: list[Any] = [GROUP, consumer, ttl_ms, max_bytes]
     keys: list[str] = []
-    for held, attempt, sealed, count, after, keep_from in emissions:
+    for held, attempt, sealed, count, after, keep_from, resumes in emissions:
         keys += (stream_key(held.slot, held.priority), record_key(held.job_id))
-        args += (held.entry_id, attempt, after.seq, after.size, count, keep_from, sealed)
+        args += (held.entry_id, attempt, after.seq, after.size, count, keep_from, sealed, int(resumes))
     return _call("emit", keys, args)
+
+
+def job_events(job_id: str) -> Call:
+    """One command that reads a job's event stream."""
+    return ["XRANGE", events_key(job_id), "-", "+"]
+
+
+def parse_job_events(job_id: str, answer: Sequence[Any]) -> list[StreamEntry]:
+    """Parses the answer of `job_events`."""
+    key = events_key(job_id)
+    return [StreamEntry(key, entry_id.decode(), fields) for entry_id, fields in answer]
 
 
 def positions(answer: Sequence[int]) -> list[Position]:

@@ -27,6 +27,7 @@ from penstock.registry.broker.base import (
     Position,
     Quarantined,
     Renewal,
+    StreamEntry,
 )
 from penstock.registry.broker.broker_url import BrokerAddress, parse_broker_url
 from penstock.registry.broker.limits import CALL_BYTES, DEAD_LETTERS_BYTES
@@ -220,6 +221,10 @@ class RedisWorker(RedisSpecs):
         """See WorkerEnd.suspect."""
         for start in range(0, len(jobs), _JOBS_PER_CALL):
             self._run(scripts.suspect(slot, jobs[start : start + _JOBS_PER_CALL], incident, ttl_ms))
+
+    def job_events(self, job_id: str) -> list[StreamEntry]:
+        """See WorkerEnd.job_events."""
+        return scripts.parse_job_events(job_id, self._run(scripts.job_events(job_id)))
 
     def emit(self, consumer: str, emissions: Sequence[Emission], ttl_ms: int, *, max_bytes: int) -> list[Position]:
         """See WorkerEnd.emit."""

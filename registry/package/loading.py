@@ -75,7 +75,7 @@ class Package:
         return file
 
     def source_folder(self) -> Path:
-        """The folder of a `transformers` package's weights. Raises ConfigurationError if it does not exist."""
+        """The folder of the weights, for `transformers` and `generate`. Raises ConfigurationError if there is none."""
         source = self.spec.source or Source()
         folder = _inside(self._source_base().folder, source.path, Path.is_dir, self.label)
         if folder is None:
@@ -139,7 +139,7 @@ class Package:
 
     def _inspect(self) -> None:
         weights = self.weights_file()
-        if self.spec.format == "transformers":
+        if self.spec.format in ("transformers", "generate"):
             inspect_transformers(self.source_folder(), self.label)
         elif weights is not None:
             inspect = {"torchscript": inspect_torchscript, "pytorch": inspect_safetensors, "onnx": inspect_onnx}
@@ -235,7 +235,7 @@ def _read(file: Path, label: str) -> tuple[ModelSpec, str]:
 def _found_files(document: dict[Any, Any], folder: Path, label: str) -> dict[str, object]:
     """The `weights` or `source` of a package that names none, but has a file of the usual name."""
     kind = document.get("format")
-    if kind == "transformers":
+    if kind in ("transformers", "generate"):
         is_found = document.get("source") is None and (folder / "model.safetensors").is_file()
         return {"source": {}} if is_found else {}
     if not isinstance(kind, str) or document.get("weights") is not None:

@@ -70,7 +70,9 @@ def _add_signature(schema: dict[str, Any]) -> None:
         **{name: properties[name] for name in before[place:]},
     }
     schema["required"] = [name for name in schema["required"] if name not in fields]
-    schema["oneOf"] = [{"required": ["signature"]}, {"required": list(fields)}]
+    # A package of format `generate` declares neither.
+    own = {"properties": {"format": {"const": "generate"}}, "required": ["format"]}
+    schema["oneOf"] = [{"required": ["signature"]}, {"required": list(fields)}, own]
 
 
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:

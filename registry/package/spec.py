@@ -21,6 +21,7 @@ from typing import Annotated, Any, Final, Literal, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from penstock.registry.errors import ConfigurationError, InvalidInput, shown
+from penstock.registry.package.generation import GENERATE, Generation, with_signature
 from penstock.registry.package.inspection import PICKLES
 from penstock.registry.package.signature import BATCH, Signature, TensorSpec, shape_text
 from penstock.registry.package.spec_sections import (
@@ -59,7 +60,7 @@ _SHA256: Final = re.compile(r"[0-9a-f]{64}\Z")
 _TENSORS: Final = ("inputs", "outputs")
 """The fields of the section `signature`, which may also stand beside it."""
 
-Format = Literal["torchscript", "python", "pytorch", "transformers", "onnx", "pipeline"]
+Format = Literal["torchscript", "python", "pytorch", "transformers", "onnx", "pipeline", "generate"]
 FORMATS: Final[tuple[str, ...]] = get_args(Format)
 """The formats of packages. Each has a runtime."""
 PIPELINE: Final = "pipeline"
@@ -111,7 +112,7 @@ class ModelSpec(Section):
     """The file of a `torchscript` or `onnx` model, or the safetensors that a `pytorch` module loads; null: model.ts,
     model.pt, model.onnx or model.safetensors."""
     source: Source | None = None
-    """The location of the weights of a `transformers` model; null: model.safetensors in the package."""
+    """The location of the weights of a `transformers` or `generate` model; null: model.safetensors in the package."""
     task: str | None = None
     """The pipeline of a `transformers` model, such as text-classification; null: sentence embeddings."""
     steps: Annotated[tuple[Step, ...] | None, Field(strict=False, min_length=1, max_length=MAX_STEPS)] = None
@@ -122,6 +123,8 @@ class ModelSpec(Section):
     """The inputs of a job."""
     outputs: Annotated[tuple[TensorSpec, ...], Field(strict=False, max_length=MAX_TENSORS)]
     """The outputs of the model."""
+    generate: Generation | None = None
+    """The engine of a `generate` model."""
     batching: Batching = Batching()
     """How jobs are batched."""
     codecs: Codecs = Codecs()
@@ -163,6 +166,14 @@ class ModelSpec(Section):
         if unknown := [name for name in section if name not in _TENSORS]:
             raise ValueError(f"signature.{shown(unknown[0])}: unknown field, expected inputs or outputs")
         return {name: value for name, value in fields.items() if name != "signature"} | dict(section)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_signature(cls, fields: Any) -> Any:
+        """Adds the inputs and outputs of a `generate` package."""
+        if isinstance(fields, Mapping) and fields.get("format") == GENERATE:
+            return with_signature({"generate": {}, **fields})
+        return fields
 
     @model_validator(mode="after")
     def _is_consistent(self) -> ModelSpec:
@@ -252,14 +263,34 @@ def _check_format(spec: ModelSpec) -> None:
     is_code = spec.format in ("pytorch", "python")
     if is_code and (spec.entrypoint is None or not _ENTRYPOINT.match(spec.entrypoint)):
         raise ValueError(f"entrypoint: found {spec.entrypoint!r:.80}, expected module:build for format {spec.format}")
+    if spec.generate is not None and spec.format != GENERATE:
+        raise ValueError(f"generate: found one, expected none for format {spec.format}")
     if spec.format == "transformers":
         _check_transformers(spec)
+    elif spec.format == GENERATE:
+        _check_generate(spec)
     else:
         for field in ("source", "task") if is_code else ("entrypoint", "source", "task"):
             if getattr(spec, field) is not None:
                 raise ValueError(f"{field}: found one, expected none for format {spec.format}")
-    if spec.streams and (spec.format != "python" or spec.batching.max_batch_size > 1):
+    if spec.streams and (spec.format not in ("python", GENERATE) or spec.batching.max_batch_size > 1):
         raise ValueError("streams: found true, expected it for format python only, with max_batch_size 1")
+
+
+def _check_generate(spec: ModelSpec) -> None:
+    if spec.source is None:
+        raise ValueError(f"source: expected a source, or model.safetensors in the package, for format {GENERATE}")
+    for field in ("entrypoint", "task"):
+        if getattr(spec, field) is not None:
+            raise ValueError(f"{field}: found one, expected none for format {GENERATE}")
+    for field, found, expected in (
+        ("concurrency", spec.concurrency, "1: generate.max_num_seqs says how many jobs run at a time"),
+        ("instances", spec.instances, "1"),
+        ("device", "auto" if spec.device == "cpu" else spec.device, "cpu or auto"),
+        ("precision", "auto" if spec.precision in ("fp32", "bf16") else spec.precision, "auto, fp32 or bf16"),
+    ):
+        if found not in (1, "auto"):
+            raise ValueError(f"{field}: found {found}, expected {expected} for format {GENERATE}")
 
 
 def _check_transformers(spec: ModelSpec) -> None:
@@ -434,6 +465,7 @@ def _nearest(location: Sequence[int | str]) -> str:
     known: dict[str, type[BaseModel]] = {
         "batching": Batching,
         "codecs": Codecs,
+        "generate": Generation,
         "policy": Policy if len(location) == 2 else EndpointPolicy,
         "source": Source,
         "steps": Step,

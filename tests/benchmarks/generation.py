@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from penstock.workers.generation import Engine, SamplingParams
+from tests.benchmarks import generation_steps
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
 
@@ -32,7 +33,7 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return [_against_static(scale, say)]
+        return [_against_static(scale, say), *generation_steps.measure(scale, say)]
     finally:
         torch.set_num_threads(before)
 

@@ -264,3 +264,16 @@ def test_the_queue_entry_of_a_job_can_be_read_until_it_ends(broker: Broker, slot
     settle(broker, "w2:boot", commit_of(again))
     assert broker.queued_job(job_id) is None
     assert broker.queued_job(new_job_id(slot)) is None
+
+
+def test_claim_of_urgent_jobs_leaves_the_others(worker: Broker, slot: str):
+    """A worker whose seats are taken asks for the priorities above those of its running jobs only."""
+    queued = {priority: publish(worker, slot, priority=priority)[0] for priority in reversed(Priority)}
+
+    def claimed(bands: int, reserve: int = 0) -> list[bytes]:
+        return [each.sealed for each in worker.exchange("w", [], [Claim(slot, 3, reserve, 0, bands=bands)], TTL_MS)[1]]
+
+    assert claimed(0) == []
+    assert claimed(2, reserve=1) == [queued[Priority.CRITICAL].encode(), queued[Priority.HIGH].encode()]
+    assert claimed(2) == []
+    assert claimed(4) == [queued[Priority.NORMAL].encode(), queued[Priority.LOW].encode()]

@@ -27,9 +27,10 @@ def emit(
     keep_from: int = 0,
     run: str = "",
     max_bytes: int = MAX_BYTES,
+    resumes: bool = False,
 ) -> Position:
     """One call for one job; each consumer runs it once unless `run` names another run."""
-    emission = Emission(held(delivery), run or consumer, sealed, count, after, keep_from)
+    emission = Emission(held(delivery), run or consumer, sealed, count, after, keep_from, resumes)
     (position,) = broker.emit(consumer, [emission], TTL_MS, max_bytes=max_bytes)
     return position
 
@@ -342,3 +343,15 @@ def test_events_expire(brokerage: Brokerage, broker: Broker, slot: str):
     assert len(told(broker, job_id)) == 3
     brokerage.elapse(120)
     assert told(broker, job_id) == []
+
+
+def test_run_that_resumes_voids_no_event(brokerage: Brokerage, broker: Broker, slot: str):
+    """A second run continues the events of the first: its beginning is no reset. A worker reads them all by the job."""
+    (job_id,) = publish(broker, slot)
+    (delivery,) = claim(broker, "w", slot)
+    assert broker.job_events(job_id) == []
+    position = emit(broker, "w", delivery, sealed=b"first")
+    emit(broker, "w", delivery, sealed=b"second", run="another", resumes=True)
+    emit(broker, "w", delivery, position, sealed=b"late")
+    entries = [(entry.fields[1], entry.fields[3]) for entry in broker.job_events(job_id)]
+    assert entries == [(b"started", b"w"), (b"events", b"first"), (b"resumed", b"another"), (b"events", b"second")]

@@ -733,8 +733,8 @@ class ReportedOutsideTheGuard(Completer):
 class ClaimsIgnoreBytes(Claimer):
     """A worker claims as many jobs as it has room for, whatever their size."""
 
-    def claim_of(self, model: str, credit: int, nbytes: int) -> Claim:
-        return super().claim_of(model, credit, 1 << 50)
+    def claim_of(self, model: str, credit: int, nbytes: int, bands: int = len(Priority)) -> Claim:
+        return super().claim_of(model, credit, 1 << 50, bands)
 
 
 class CreditIgnored(UnreliableEnd):

@@ -12,6 +12,7 @@ __all__ = ["FRAMEWORKS", "detect_framework", "framework_of_package"]
 FRAMEWORKS: Final = ("onnxruntime", "pytorch", "transformers")
 """The frameworks whose models are served."""
 _BY_FORMAT: Final = {
+    "generate": "transformers",
     "onnx": "onnxruntime",
     "pipeline": None,
     "python": None,

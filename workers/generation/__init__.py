@@ -17,12 +17,23 @@ probe            a decoder is served right, or refused
 attention        the function that the models call
 flat_positions   positions for models that ask their cache
 packing          linear layers with packed weights, where they are faster
-request          one request: its sequence, text and end
+request          one text: its sequence, how its tokens are chosen, its end
+text_group       the texts of one request -> its output
+token_rules      parameters -> tokens that may come
+structure        the form of a text -> tokens that may come next
+token_history    tokens counted for penalties
+logit_changes    penalties, biases, forbidden tokens
 sampler, noise   logits -> tokens
+speculation      the text so far -> guesses of the next tokens
+verification     logits of a step -> tokens of each request, with guesses that were right
 text             tokens -> text as it grows
+chat             messages -> prompt; output -> messages
+tool_calls       text -> the tools that it calls
 outputs          what the caller gets
+runner           the thread that owns an engine
+served           the runtime of format `generate`: jobs -> the runner
 
-The queue does not use it yet. The names are loaded at first use, because the engine imports torch.
+The names are loaded at first use, because the engine imports torch.
 """
 
 from __future__ import annotations
@@ -34,17 +45,30 @@ if TYPE_CHECKING:
     from penstock.registry.sampling_params import SamplingParams
     from penstock.workers.generation.config import CacheConfig, Config, SchedulerConfig
     from penstock.workers.generation.engine import Engine
-    from penstock.workers.generation.outputs import CompletionOutput, EngineStats, RequestOutput, Usage
+    from penstock.workers.generation.outputs import (
+        ChatMessage,
+        ChatOutput,
+        CompletionOutput,
+        Delta,
+        EngineStats,
+        RequestOutput,
+        Usage,
+    )
+    from penstock.workers.generation.tool_calls import ToolCall
 
 __all__ = [
     "CacheConfig",
+    "ChatMessage",
+    "ChatOutput",
     "CompletionOutput",
     "Config",
+    "Delta",
     "Engine",
     "EngineStats",
     "RequestOutput",
     "SamplingParams",
     "SchedulerConfig",
+    "ToolCall",
     "Usage",
 ]
 
@@ -54,6 +78,7 @@ _MODULES = {
     "Engine": "penstock.workers.generation.engine",
     "SamplingParams": "penstock.registry.sampling_params",
     "SchedulerConfig": "penstock.workers.generation.config",
+    "ToolCall": "penstock.workers.generation.tool_calls",
 }
 """The module of each name; a name that is missing here is one of the outputs."""
 

@@ -1,6 +1,6 @@
 """A step plan -> the flat tensors of one forward.
 
-    decoding rows, in groups of like length | one group for each chunk of a prompt
+    decoding rows, in groups of like length | one group for each chunk of a prompt, or row with drafts
 
 Importing this module imports torch.
 """
@@ -26,7 +26,7 @@ _LEAST_ROWS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class FlatBatch:
-    """One forward. `chunks` are in the order of the batch, `sampling` are those of them whose logits are wanted."""
+    """One forward. `sampling` are the chunks whose logits are wanted, in order; of each the last `num_logits`."""
 
     input_ids: torch.Tensor
     """(1, T)"""
@@ -35,7 +35,7 @@ class FlatBatch:
     slots: torch.Tensor
     """(T,): page * page_size + offset, where the keys and values of each token go."""
     logits_to_keep: torch.Tensor
-    """(S,): the place of each last token whose logits are wanted."""
+    """(S,): the place of each token whose logits are wanted."""
     groups: tuple[RowGroup, ...]
     sampling: tuple[Chunk, ...]
 
@@ -55,11 +55,11 @@ def flat_batch(chunks: Sequence[Chunk], page_size: int) -> FlatBatch:
             end = chunk.start + chunk.num_tokens
             pages = chunk.sequence.pages[: -(-end // page_size)]
             tables.append(pages)
-            ids += chunk.sequence.tokens[chunk.start : end]
+            ids += chunk.tokens
             positions += range(chunk.start, end)
             slots += [pages[at // page_size] * page_size + at % page_size for at in range(chunk.start, end)]
-            if chunk.samples:
-                keep.append(len(ids) - 1)
+            if chunk.num_logits:
+                keep += range(len(ids) - chunk.num_logits, len(ids))
                 sampling.append(chunk)
         groups.append(RowGroup(start, rows[0].num_tokens, [chunk.start for chunk in rows], tables))
     return FlatBatch(

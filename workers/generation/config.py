@@ -50,13 +50,19 @@ class SchedulerConfig:
     """Most requests that run at a time."""
     max_num_batched_tokens: int = 512
     """Most tokens of one step. A longer prompt is computed in chunks, beside the other requests."""
+    max_long_prefill_tokens: int = 64
+    """Most tokens of a step, while others decode, of a prompt that has more than four times as many."""
     ageing_steps: int = 256
     """A waiting request rises by one priority each time so many steps have passed. So none starves."""
+    num_speculative_tokens: int = 3
+    """Most tokens that are guessed from the text so far, for each of at most two running greedy requests; 0 is off."""
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _at_least("max_long_prefill_tokens", self.max_long_prefill_tokens, 1)
         _at_least("ageing_steps", self.ageing_steps, 1)
+        _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigurationError(
                 f"max_num_batched_tokens: found {self.max_num_batched_tokens}, expected at least max_num_seqs, "

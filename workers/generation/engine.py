@@ -16,42 +16,53 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
+from penstock.registry.chat_messages import Message
 from penstock.registry.errors import ConfigurationError, InvalidInput, described, shown
 from penstock.registry.queues import Priority, PriorityName
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.attention import KeyValuePools
 from penstock.workers.generation.batch import flat_batch
+from penstock.workers.generation.chat import ChatPrompt, chat_output, chat_tokens, parser_of
 from penstock.workers.generation.config import Config
 from penstock.workers.generation.model import Decoder, load_decoder, wrap_decoder
-from penstock.workers.generation.outputs import EngineStats, RequestOutput
+from penstock.workers.generation.outputs import ChatOutput, EngineStats, FinishReason, RequestOutput
 from penstock.workers.generation.packing import pack
 from penstock.workers.generation.pages import PagePool
 from penstock.workers.generation.prefix_cache import PrefixCache
 from penstock.workers.generation.probe import probe
-from penstock.workers.generation.request import GenerationRequest
-from penstock.workers.generation.sampler import Sampled, sample
+from penstock.workers.generation.request import Delivered, GenerationRequest
+from penstock.workers.generation.sampler import Sampled
 from penstock.workers.generation.scheduler import Chunk, Scheduler
 from penstock.workers.generation.scheduler import Sequence as Scheduled
+from penstock.workers.generation.structure import StructureCompiler
 from penstock.workers.generation.text import TextStream
+from penstock.workers.generation.text_group import add_siblings, has_news, is_finished, members, output
+from penstock.workers.generation.token_rules import token_rules
+from penstock.workers.generation.verification import sampled_tokens
 
 __all__ = ["Engine", "Prompt"]
 
 Prompt = str | Sequence[int]
 """A text, or its token ids."""
+_MOST_GUESSING: Final = 2
+"""Running requests beside which guesses pay on a CPU."""
 
 
 class Engine:
     """Made by `from_pretrained` or `from_model`."""
 
-    def __init__(self, decoder: Decoder, config: Config) -> None:
+    def __init__(self, decoder: Decoder, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         cache = config.cache
         self.config: Final = config
         self.decoder: Final = decoder
+        self._clock: Final = clock
+        self._structures: Final = StructureCompiler(decoder.tokenizer, decoder.vocab_size, decoder.eos_token_ids)
         self.packing: Final = pack(decoder.model, config.packed_linears)
         page_nbytes = probe(decoder, cache.page_size)
         num_pages = int(cache.kv_cache_mb * 1e6 / page_nbytes)
@@ -67,12 +78,18 @@ class Engine:
         self.scheduler: Final = Scheduler(config.scheduler, self.pages)
         self._pools: Final = KeyValuePools(num_pages, cache.page_size)
         self._requests: dict[str, GenerationRequest] = {}
+        self._open: dict[str, GenerationRequest] = {}
+        """The first text of each request that has not ended."""
+        self._timed: dict[str, GenerationRequest] = {}
+        """Those of them that have a time to end."""
         self._stepped: dict[str, GenerationRequest] = {}
         """Requests whose outputs `step` returns: those of `add_request`."""
         self._lock: Final = threading.RLock()
         self._serials: Final = count()
         self._prompt_tokens = 0
         self._generated = 0
+        self._drafts = 0
+        self._drafts_accepted = 0
 
     @classmethod
     def from_pretrained(cls, path: str | Path, config: Config | None = None, **options: Any) -> Engine:
@@ -110,11 +127,11 @@ class Engine:
         made = [self._request(None, prompt, params, is_streamed=False) for prompt in _prompts(prompts)]
         requests = [self._start(request, priority, tenant) for request in made]
         try:
-            while any(request.finish_reason is None for request in requests):
+            while not all(map(is_finished, requests)):
                 self._advance()
         finally:
             self._drop(requests)
-        return [request.output() for request in requests]
+        return [output(request) for request in requests]
 
     def stream(
         self,
@@ -127,6 +144,27 @@ class Engine:
         """The outputs of one request as it grows; `delta_text` is what is new. Closing the iterator aborts it."""
         request = self._request(None, prompt, _params(sampling_params), is_streamed=True)
         return self._streamed(self._start(request, priority, tenant))
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        chat_template: str | None = None,
+        tool_parser: str | None = None,
+        priority: PriorityName = "normal",
+        tenant: str = "",
+    ) -> ChatOutput:
+        """The next message of the assistant, with the tools that it calls.
+
+        chat_template: in place of the tokenizer's own. tool_parser: one of `TOOL_PARSERS`; None takes that whose form
+        the template shows. Raises InvalidInput before anything is computed.
+        """
+        prompt = ChatPrompt(messages, tools, chat_template, tool_parser)
+        tokens = self._tokens(prompt)
+        (found,) = self.generate([tokens], sampling_params, priority=priority, tenant=tenant)
+        return chat_output(found, parser_of(self.decoder.tokenizer, prompt), prompt.tool_names)
 
     def add_request(
         self,
@@ -151,20 +189,43 @@ class Engine:
         """Computes one step. Returns the new outputs of `add_request`, in the order in which they were added."""
         with self._lock:
             self._advance()
-            changed = [request for request in self._stepped.values() if request.has_news]
+            changed = [request for request in self._stepped.values() if has_news(request)]
             for request in changed:
-                if request.finish_reason is not None:
+                if is_finished(request):
                     del self._stepped[request.request_id]
-            return [request.output() for request in changed]
+            return [output(request) for request in changed]
+
+    def open(
+        self,
+        request_id: str,
+        prompt: Prompt | ChatPrompt,
+        params: SamplingParams,
+        *,
+        priority: PriorityName = "normal",
+        tenant: str = "",
+        delivered: Delivered | None = None,
+    ) -> GenerationRequest:
+        """Adds a request whose outputs the caller takes from it, between calls of `advance` on the same thread.
+
+        delivered: what another engine has delivered of it; this one computes the rest. Raises InvalidInput as
+        `add_request` does.
+        """
+        request = self._request(request_id, prompt, params, is_streamed=True)
+        if delivered is not None:
+            request.resume(delivered)
+        return request if request.finish_reason is not None else self._start(request, priority, tenant)
+
+    def advance(self) -> None:
+        """Computes one step."""
+        self._advance()
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; its pages are free for the next step. Returns False for an id that is not in use."""
         with self._lock:
-            request = self._requests.get(request_id)
+            request = self._open.get(request_id)
             if request is None:
                 return False
-            self._end(request)
-            request.finish("abort")
+            self._finish(request, "abort")
             return True
 
     @property
@@ -188,49 +249,69 @@ class Engine:
                 pages_cached=len(prefixes) if prefixes else 0,
                 prefix_tokens_found=prefixes.hits if prefixes else 0,
                 prefix_tokens_queried=prefixes.queries if prefixes else 0,
+                draft_tokens=self._drafts,
+                draft_tokens_accepted=self._drafts_accepted,
             )
 
     # One step
 
     def _advance(self) -> None:
-        """plan -> forward -> sample -> record -> ends."""
+        """ends by time -> plan -> forward -> sample -> record -> ends."""
         with self._lock:
-            plan = self.scheduler.plan()
+            self._end_late()
+            plan = self.scheduler.plan(self._guesses())
             if dirty := self.scheduler.take_unverified_pages():
                 self._pools.clear(dirty)
             if not plan.chunks:
                 return
             batch = flat_batch(plan.chunks, self.pages.page_size)
             logits, _ = self.decoder.forward(batch, self._pools)
-            requests = [self._requests[chunk.sequence.request_id] for chunk in batch.sampling]
-            sampled = sample(logits, [request.sampling_row() for request in requests]) if requests else []
-            found = {
-                request.request_id: one.token
-                for request, one in zip(requests, sampled, strict=True)
-                if one.token is not None
-            }
-            self._count(plan.chunks, len(found))
-            self.scheduler.record(plan, found)
-            for request, one in zip(requests, sampled, strict=True):
-                self._settle(request, one)
+            found = sampled_tokens(logits, batch.sampling, self._requests)
+            tokens = {name: [one.token for one in each if one.token is not None] for name, each in found.items()}
+            self._count(plan.chunks)
+            self.scheduler.record(
+                plan,
+                {name: each[-1] for name, each in tokens.items() if each},
+                {name: each[:-1] for name, each in tokens.items()},
+            )
+            for chunk in batch.sampling:
+                if chunk.sequence.request_id in found:
+                    self._settle(self._requests[chunk.sequence.request_id], chunk, found[chunk.sequence.request_id])
 
-    def _settle(self, request: GenerationRequest, sampled: Sampled) -> None:
-        if sampled.token is None:
+    def _guesses(self) -> dict[str, list[int]]:
+        """More rows have enough work for a forward: guesses would take its time from them."""
+        running, most = self.scheduler.running, self.config.scheduler.num_speculative_tokens
+        if not most or len(running) > _MOST_GUESSING:
+            return {}
+        return {each.request_id: self._requests[each.request_id].guess(most) for each in running}
+
+    def _settle(self, request: GenerationRequest, chunk: Chunk, sampled: Sequence[Sampled]) -> None:
+        for sibling in request.siblings:
+            # The pages of the prompt are complete now, and can be shared.
+            if not sibling.sequence.arrival and sibling.finish_reason is None:
+                self.scheduler.add(sibling.sequence)
+        if sampled[-1].token is None:
             request.finish("error")
         else:
-            request.accept(sampled)
+            self._generated += request.accept(sampled, len(chunk.drafts))
+            self._drafts += len(chunk.drafts)
+            self._drafts_accepted += len(sampled) - 1
         if request.finish_reason is not None:
             self._end(request)
 
-    def _count(self, chunks: Sequence[Chunk], sampled: int) -> None:
-        self._generated += sampled
+    def _end_late(self) -> None:
+        late = [each for each in self._timed.values() if (each.deadline_s or 0) <= self._clock()]
+        for request in late:
+            self._finish(request, "timeout")
+
+    def _count(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             self._prompt_tokens += max(0, min(chunk.start + chunk.num_tokens, chunk.sequence.num_prompt) - chunk.start)
 
     # Requests
 
     def _request(
-        self, request_id: str | None, prompt: Prompt, params: SamplingParams, *, is_streamed: bool
+        self, request_id: str | None, prompt: Prompt | ChatPrompt, params: SamplingParams, *, is_streamed: bool
     ) -> GenerationRequest:
         """Checks everything that can be known now. Raises InvalidInput."""
         if request_id is None:
@@ -239,22 +320,28 @@ class Engine:
         tokenizer = self.decoder.tokenizer
         if params.stop and tokenizer is None:
             raise InvalidInput("stop: found strings for a model without a tokenizer, expected stop_token_ids")
-        if wrong := [token for token in params.stop_token_ids if token >= self.decoder.vocab_size]:
-            raise InvalidInput(f"stop_token_ids: found {wrong[0]}, expected numbers below {self.decoder.vocab_size}")
         self._check_fits(len(tokens), params.max_tokens)
         has_stream = tokenizer is not None and (is_streamed or bool(params.stop))
-        return GenerationRequest(
-            sequence=Scheduled(request_id, tokens, len(tokens)),
+        sequence = Scheduled(request_id, tokens, len(tokens), wants_prompt_logits=params.prompt_logprobs is not None)
+        request = GenerationRequest(
+            sequence=sequence,
             prompt=prompt if isinstance(prompt, str) else None,
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed,
-            eos=self.decoder.eos_token_ids,
+            rules=token_rules(params, self.decoder),
             tokenizer=tokenizer,
             stream=TextStream(tokenizer, params.stop) if has_stream else None,
+            matcher=self._structures.matcher(params) if params.is_structured else None,
+            deadline_s=None if params.timeout_s is None else self._clock() + params.timeout_s,
         )
+        add_siblings(request)
+        return request
 
-    def _tokens(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
+    def _tokens(self, prompt: Prompt | ChatPrompt) -> list[int]:
+        if isinstance(prompt, ChatPrompt):
+            tokens = chat_tokens(self.decoder.tokenizer, prompt.messages, prompt.tools, prompt.template)
+            parser_of(self.decoder.tokenizer, prompt)
+        elif isinstance(prompt, str):
             if self.decoder.tokenizer is None:
                 raise InvalidInput("Found a text for a model without a tokenizer, expected token ids")
             tokens = list(self.decoder.tokenizer(prompt)["input_ids"])
@@ -284,16 +371,35 @@ class Engine:
             names = ", ".join(each.name.lower() for each in Priority)
             raise InvalidInput(f"priority: found {described(priority)}, expected one of: {names}")
         with self._lock:
-            if request.request_id in self._requests or request.request_id in self._stepped:
+            if request.request_id in self._open or request.request_id in self._stepped:
                 raise InvalidInput(f"Request id {shown(request.request_id)} is in use, expected another one")
-            request.sequence.priority, request.sequence.tenant = int(level), tenant
-            self._requests[request.request_id] = request
+            for each in members(request):
+                each.sequence.priority, each.sequence.tenant = int(level), tenant
+                self._requests[each.request_id] = each
+            self._open[request.request_id] = request
+            if request.deadline_s is not None:
+                self._timed[request.request_id] = request
+            # The others follow when the prompt's pages can be shared.
             self.scheduler.add(request.sequence)
         return request
 
+    def _finish(self, first: GenerationRequest, reason: FinishReason) -> None:
+        """Ends all texts of a request that have not ended."""
+        for request in members(first):
+            if request.finish_reason is None:
+                request.finish(reason)
+                self._end(request)
+
     def _end(self, request: GenerationRequest) -> None:
+        """This text has ended: its pages come back now."""
         del self._requests[request.request_id]
-        self.scheduler.remove(request.sequence)
+        # Texts that waited for the first one's prompt were not added.
+        if request.sequence.arrival:
+            self.scheduler.remove(request.sequence)
+        first = request.first
+        if is_finished(first):
+            del self._open[first.request_id]
+            self._timed.pop(first.request_id, None)
 
     def _drop(self, requests: Sequence[GenerationRequest]) -> None:
         """Ends what is left of these requests: their caller has gone."""
@@ -302,12 +408,12 @@ class Engine:
 
     def _streamed(self, request: GenerationRequest) -> Iterator[RequestOutput]:
         try:
-            while request.finish_reason is None:
+            while not is_finished(request):
                 self._advance()
-                if request.has_news:
-                    yield request.output()
-            if request.has_news:
-                yield request.output()
+                if has_news(request):
+                    yield output(request)
+            if has_news(request):
+                yield output(request)
         finally:
             self._drop([request])
 

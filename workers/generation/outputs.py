@@ -5,14 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["CompletionOutput", "EngineStats", "FinishReason", "RequestOutput", "Usage"]
+from penstock.workers.generation.tool_calls import ToolCall
 
-FinishReason = Literal["abort", "error", "length", "stop"]
+__all__ = [
+    "ChatMessage",
+    "ChatOutput",
+    "CompletionOutput",
+    "Delta",
+    "EngineStats",
+    "FinishReason",
+    "RequestOutput",
+    "Usage",
+]
+
+FinishReason = Literal["abort", "error", "length", "stop", "timeout"]
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Counts of tokens. cached_tokens: of the prompt, found in the prefix cache."""
+    """Counts of tokens. completion_tokens: of all texts. cached_tokens: of the prompt, found in the prefix cache."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -41,6 +52,14 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new in one text since the last output."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
     """The state of a request, and what is new in it since the last output."""
 
@@ -50,8 +69,37 @@ class RequestOutput:
     outputs: tuple[CompletionOutput, ...]
     finished: bool
     usage: Usage
-    delta_text: str
-    delta_token_ids: tuple[int, ...]
+    deltas: tuple[Delta, ...]
+    """Of each of the outputs."""
+    prompt_logprobs: tuple[dict[int, float] | None, ...] | None = None
+    """At each token of the prompt that was computed; None at the first, which has nothing before it."""
+
+    @property
+    def delta_text(self) -> str:
+        """Of the first output."""
+        return self.deltas[0].text
+
+    @property
+    def delta_token_ids(self) -> tuple[int, ...]:
+        """Of the first output."""
+        return self.deltas[0].token_ids
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of the assistant. content: without the calls of tools."""
+
+    content: str
+    tool_calls: tuple[ToolCall, ...]
+    finish_reason: FinishReason | Literal["tool_calls"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOutput:
+    """The messages that answer a chat, and the output that they are from."""
+
+    messages: tuple[ChatMessage, ...]
+    output: RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +117,5 @@ class EngineStats:
     pages_cached: int
     prefix_tokens_found: int
     prefix_tokens_queried: int
+    draft_tokens: int
+    draft_tokens_accepted: int

@@ -63,6 +63,12 @@ class PagePool:
             self._users[entry.page] += 1
         return [entry.page for entry in cached]
 
+    def join(self, pages: Sequence[int]) -> list[int]:
+        """Pages that another request uses now, for one more."""
+        for page in pages:
+            self._users[page] += 1
+        return list(pages)
+
     def release(self, pages: Sequence[int]) -> list[int]:
         """Takes the pages of a request back, in its order. Returns those that became free."""
         freed = []

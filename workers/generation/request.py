@@ -1,42 +1,91 @@
-"""One request of an engine: its sequence in the scheduler, its text, how it ended, and what was delivered of it."""
+"""One text that is generated: its sequence in the scheduler, how its tokens are chosen, how it ended.
+
+    sampling_row -> sampler -> accept -> text, end -> delta, completion
+
+The texts of one request with n > 1 are siblings: each has its own sequence, seed and end. See `text_group`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
+
+import torch
 
 from penstock.registry.sampling_params import SamplingParams
-from penstock.workers.generation.outputs import CompletionOutput, FinishReason, RequestOutput, Usage
-from penstock.workers.generation.sampler import Sampled, SamplingRow
+from penstock.workers.generation.outputs import CompletionOutput, Delta, FinishReason
+from penstock.workers.generation.sampler import Sampled, SamplingRow, logprobs_at
 from penstock.workers.generation.scheduler import Sequence
+from penstock.workers.generation.speculation import PromptLookup
+from penstock.workers.generation.structure import TextMatcher
 from penstock.workers.generation.text import TextStream, decode
+from penstock.workers.generation.token_history import TokenHistory
 
-__all__ = ["GenerationRequest"]
+__all__ = ["Delivered", "GenerationRequest", "TokenRules"]
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """What another engine generated and delivered of a request. characters: of its text.
+
+    logprobs: at each token, where the request asks for them.
+    """
+
+    token_ids: Tokens[int] = ()
+    characters: int = 0
+    logprobs: Tokens[dict[int, float]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRules:
+    """Which tokens may come, as far as that is the same for all texts of a request.
+
+    ending: the tokens that end a text. bad_words: token by token. forbidden: (V,) bool, or None.
+    """
+
+    ending: frozenset[int]
+    bad_words: Tokens[Tokens[int]] = ()
+    forbidden: torch.Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)
 class GenerationRequest:
-    """eos: the tokens that end a text, without those of the parameters. stream: None where text is made at the end."""
+    """stream: None where text is made at the end. matcher: of the form that the text must have."""
 
     sequence: Sequence
     prompt: str | None
     params: SamplingParams
     seed: int
-    eos: frozenset[int]
+    rules: TokenRules
     tokenizer: Any
     stream: TextStream | None
+    matcher: TextMatcher | None = None
+    siblings: list[GenerationRequest] = field(default_factory=list)
+    """The other texts of the request: the first text has them."""
+    elder: GenerationRequest | None = None
+    """The first text, for its siblings."""
+    deadline_s: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, float] | None] = field(default_factory=list)
+    is_closed: bool = False
+    """Whether the last output was delivered."""
+    logprob_sum: float = 0.0
+    _lookup: PromptLookup = field(default_factory=PromptLookup)
+    _history: TokenHistory = field(default_factory=TokenHistory)
     _text: str = ""
     _delivered: int = 0
-    _is_closed: bool = False
-    """Whether the last output was delivered."""
 
     @property
     def request_id(self) -> str:
         return self.sequence.request_id
+
+    @property
+    def first(self) -> GenerationRequest:
+        """The first text of the request."""
+        return self if self.elder is None else self.elder
 
     @property
     def token_ids(self) -> Tokens[int]:
@@ -48,33 +97,110 @@ class GenerationRequest:
         return len(self.sequence.tokens) - self.sequence.num_prompt
 
     @property
-    def has_news(self) -> bool:
-        """Whether an output would differ from the last one."""
-        return self.num_generated > self._delivered or (self.finish_reason is not None and not self._is_closed)
+    def has_own_news(self) -> bool:
+        """Whether this text has more tokens than were delivered, or an end that was not."""
+        return self.num_generated > self._delivered or (self.finish_reason is not None and not self.is_closed)
 
-    def sampling_row(self) -> SamplingRow:
-        """How the next token is chosen."""
-        barred = tuple(self._ending()) if self.num_generated < self.params.min_tokens else ()
-        return SamplingRow(self.params, self.seed, len(self.sequence.tokens), barred)
+    # How tokens are chosen
 
-    def accept(self, sampled: Sampled) -> None:
-        """The next token was appended to the sequence. Sets `finish_reason` where the text ends."""
-        if sampled.logprobs is not None:
-            self.logprobs.append(sampled.logprobs)
-        token = self.sequence.tokens[-1]
-        may_end = self.num_generated >= self.params.min_tokens
-        is_end = token in self._ending()
-        if self.stream is not None and not (is_end and may_end):
+    def sampling_row(self, ahead: int = 0) -> SamplingRow:
+        """How the next token is chosen, or that behind so many drafts."""
+        params = self.params
+        history, forbidden = None, self.rules.forbidden
+        if params.has_penalties:
+            history = self._history
+            history.follow(self.sequence.tokens, self.sequence.num_prompt)
+        if self.matcher is not None:
+            self.matcher.follow(self.token_ids)
+            forbidden = self.matcher.forbidden()
+        logprobs = 0 if params.logprobs is None and params.num_candidates > params.n else params.logprobs
+        position = len(self.sequence.tokens) + ahead
+        return SamplingRow(params, self.seed, position, self._barred(ahead), forbidden, history, logprobs)
+
+    def guess(self, most: int) -> list[int]:
+        """Tokens that may come next, where they can be checked together: a row must not depend on those before it."""
+        params = self.params
+        if not params.is_greedy or params.has_penalties or self.matcher is not None or self.rules.bad_words:
+            return []
+        return self._lookup.guess(self.sequence.tokens, min(most, params.max_tokens - self.num_generated - 1))
+
+    def ends_with(self, token: int, ahead: int = 0) -> bool:
+        """Whether the token ends the text behind so many drafts."""
+        return self.num_generated + ahead + 1 >= self.params.min_tokens and token in self.rules.ending
+
+    def _barred(self, ahead: int) -> Tokens[int]:
+        barred = list(self.rules.ending) if self.num_generated + ahead < self.params.min_tokens else []
+        for word in self.rules.bad_words:
+            before = len(word) - 1
+            if not before or self.sequence.tokens[-before:] == list(word[:-1]):
+                barred.append(word[-1])
+        return barred
+
+    # What was chosen
+
+    def add_prompt_logits(self, start: int, logits: torch.Tensor) -> None:
+        """logits: (T, V) of the tokens from `start` on. Those that are known from before a preemption are left out."""
+        if not self.prompt_logprobs:
+            self.prompt_logprobs.append(None)
+        number = self.params.prompt_logprobs or 0
+        for at in range(
+            max(start, len(self.prompt_logprobs) - 1), min(start + len(logits), self.sequence.num_prompt - 1)
+        ):
+            self.prompt_logprobs.append(logprobs_at(logits[at - start], self.sequence.tokens[at + 1], number))
+
+    def accept(self, sampled: Tokens[Sampled], guessed: int = 0) -> int:
+        """These tokens were appended to the sequence. Sets `finish_reason` where the text ends, and drops what follows.
+
+        guessed: the drafts that were checked. Returns how many tokens the text has more.
+        """
+        if guessed:
+            self._lookup.record(guessed, len(sampled) - 1)
+        tokens = self.sequence.tokens
+        first = len(tokens) - len(sampled)
+        for number, one in enumerate(sampled, 1):
+            self._accept(one, first + number)
+            if self.finish_reason is not None:
+                return number
+        return len(sampled)
+
+    def _accept(self, one: Sampled, end: int) -> None:
+        token = self.sequence.tokens[end - 1]
+        if one.logprobs is not None:
+            self.logprobs.append(one.logprobs)
+            self.logprob_sum += one.logprobs[token]
+        number = end - self.sequence.num_prompt
+        is_end = number >= self.params.min_tokens and token in self.rules.ending
+        if self.stream is not None and not is_end:
             self.stream.push([token])
-        if is_end and may_end:
-            self.finish("stop", token)
+        if self.matcher is not None:
+            self.matcher.follow(self.token_ids)
+        reason: FinishReason | None = None
+        stop_reason: int | str | None = None
+        if is_end:
+            reason, stop_reason = "stop", token
+        elif self.matcher is not None and self.matcher.is_broken:
+            reason = "error"
+        elif self.matcher is not None and self.matcher.is_complete:
+            reason = "stop"
         elif self.stream is not None and self.stream.stopped_by is not None:
-            self.finish("stop", self.stream.stopped_by)
-        elif self.num_generated >= self.params.max_tokens:
-            self.finish("length")
+            reason, stop_reason = "stop", self.stream.stopped_by
+        elif number >= self.params.max_tokens:
+            reason = "length"
+        if reason is not None:
+            del self.sequence.tokens[end:]
+            self.finish(reason, stop_reason)
+
+    def resume(self, delivered: Delivered) -> None:
+        """Continue behind what was delivered: outputs have what comes after it. The request may have ended there."""
+        for number, token in enumerate(delivered.token_ids):
+            self.sequence.tokens.append(token)
+            self.accept([Sampled(token, delivered.logprobs[number] if delivered.logprobs else None)])
+        self._delivered = len(delivered.token_ids)
+        if self.stream is not None:
+            self.stream.skip(delivered.characters)
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends the request. A stop string that only the last incomplete character made visible still cuts."""
+        """Ends the text. A stop string that only the last incomplete character made visible still cuts."""
         self.finish_reason, self.stop_reason = reason, stop_reason
         if self.stream is not None:
             self.stream.finish()
@@ -85,27 +211,16 @@ class GenerationRequest:
             # The end is no text, also where it is an ordinary token.
             self._text = decode(self.tokenizer, ids[:-1] if isinstance(stop_reason, int) else ids)
 
-    def output(self) -> RequestOutput:
-        """The state, and what is new since the last call."""
-        is_last = self._is_closed = self.finish_reason is not None
-        ids = tuple(self.token_ids)
-        delta = "" if self.stream is None else self.stream.take(is_last=is_last)
-        new_ids, self._delivered = ids[self._delivered :], len(ids)
+    def completion(self, index: int) -> CompletionOutput:
+        """The text so far, as the output of this number."""
         text = self._text if self.stream is None else self.stream.text
         logprobs = tuple(self.logprobs) if self.params.logprobs is not None else None
-        completion = CompletionOutput(0, text, ids, self.finish_reason, self.stop_reason, logprobs)
-        sequence: Final = self.sequence
-        return RequestOutput(
-            self.request_id,
-            self.prompt,
-            tuple(sequence.tokens[: sequence.num_prompt]),
-            (completion,),
-            is_last,
-            Usage(sequence.num_prompt, len(ids), sequence.num_cached),
-            delta,
-            new_ids,
-        )
+        return CompletionOutput(index, text, tuple(self.token_ids), self.finish_reason, self.stop_reason, logprobs)
 
-    def _ending(self) -> frozenset[int]:
-        eos = frozenset() if self.params.ignore_eos else self.eos
-        return eos.union(self.params.stop_token_ids)
+    def take_delta(self) -> Delta:
+        """What is new since the last call."""
+        is_last = self.is_closed = self.finish_reason is not None
+        text = "" if self.stream is None else self.stream.take(is_last=is_last)
+        new_ids = tuple(self.sequence.tokens[self.sequence.num_prompt + self._delivered :])
+        self._delivered += len(new_ids)
+        return Delta(text, new_ids)

@@ -1,7 +1,8 @@
 """Logits of a step -> one token for each row.
 
-    logits (S, V) -> tokens before min_tokens barred -> greedy rows: argmax
-                                                     -> others: temperature, top_k, top_p in it, min_p, Gumbel noise
+    logits (S, V) -> log probabilities, where asked for
+                  -> penalties, biases, forbidden tokens -> greedy rows: argmax
+                                                         -> others: temperature, top_k, top_p in it, min_p, Gumbel noise
 
 Filters look at the 256 most probable tokens. Where these do not decide a row, all of its tokens are sorted: the result
 is the same.
@@ -18,26 +19,40 @@ from typing import Final
 import torch
 
 from penstock.registry.sampling_params import SamplingParams
+from penstock.workers.generation.logit_changes import change_logits
 from penstock.workers.generation.noise import gumbel
+from penstock.workers.generation.token_history import TokenHistory
 
-__all__ = ["Sampled", "SamplingRow", "sample"]
+__all__ = ["Sampled", "SamplingRow", "logprobs_at", "sample"]
 
 _PREFILTER: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """position: of the token that is chosen, in prompt and output. barred: tokens that may not be chosen now."""
+    """position: of the token that is chosen, in prompt and output."""
 
     params: SamplingParams
     seed: int
     position: int
     barred: Sequence[int] = ()
+    """Tokens that may not be chosen now: few of them."""
+    forbidden: torch.Tensor | None = None
+    """(V,) bool: the same, where they are many."""
+    history: TokenHistory | None = None
+    """The tokens before this one, where they have penalties."""
+    logprobs: int | None = None
+    """So many most probable tokens are told, and the chosen one."""
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the model's own logits do not stand as they are."""
+        return bool(self.barred or self.params.logit_bias) or self.forbidden is not None or self.history is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """token: None where the logits are not finite. logprobs: by token, where the request asks for them."""
+    """token: None where the logits are not finite, or forbid every token. logprobs: by token, of the model itself."""
 
     token: int | None
     logprobs: dict[int, float] | None = None
@@ -50,52 +65,59 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
         return _sample(logits, rows)
 
 
-def _sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
-    for at, row in enumerate(rows):
-        if row.barred:
-            logits[at, list(row.barred)] = float("-inf")
-    best, chosen = logits.max(-1)
-    # NaN and +inf win the maximum, and a row of nothing but -inf has no other.
-    finite = torch.isfinite(best).tolist()
-    tokens = chosen.tolist()
-    drawn = [at for at, row in enumerate(rows) if not row.params.is_greedy and finite[at]]
-    if drawn:
-        for at, token in zip(drawn, _draw(logits[drawn], [rows[at] for at in drawn]), strict=True):
-            tokens[at] = token
-    return [
-        Sampled(token, _logprobs(logits[at], token, row.params.logprobs)) if finite[at] else Sampled(None)
-        for at, (row, token) in enumerate(zip(rows, tokens, strict=True))
-    ]
-
-
-def _logprobs(logits: torch.Tensor, token: int, number: int | None) -> dict[int, float] | None:
-    if number is None:
-        return None
+def logprobs_at(logits: torch.Tensor, token: int, number: int) -> dict[int, float]:
+    """logits: (V,). The log probabilities of the token and of so many most probable ones."""
     logprobs = logits.log_softmax(-1)
     values, found = logprobs.topk(min(number, logits.shape[-1]))
     return {token: float(logprobs[token]), **dict(zip(found.tolist(), values.tolist(), strict=True))}
 
 
+def _sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+    asked = [at for at, row in enumerate(rows) if row.logprobs is not None]
+    own = dict(zip(asked, logits[asked], strict=True)) if asked else {}
+    best, chosen = logits.max(-1)
+    # NaN and +inf win the maximum, and a row of nothing but -inf has no other.
+    is_finite = torch.isfinite(best)
+    if any(row.changes_logits for row in rows):
+        # A NaN below a mask is not seen any more.
+        change_logits(logits, rows)
+        best, chosen = logits.max(-1)
+        is_finite &= torch.isfinite(best)
+    finite, tokens = is_finite.tolist(), chosen.tolist()
+    drawn = [at for at, row in enumerate(rows) if not row.params.is_greedy and finite[at]]
+    if drawn:
+        for at, token in zip(drawn, _draw(logits[drawn], [rows[at] for at in drawn]), strict=True):
+            tokens[at] = token
+    found = []
+    for at, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+        logprobs = logprobs_at(own[at], token, row.logprobs) if row.logprobs is not None and finite[at] else None
+        found.append(Sampled(token if finite[at] else None, logprobs))
+    return found
+
+
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """One token for each row, from its filtered distribution."""
-    scaled = logits.double() / torch.tensor([[row.params.temperature] for row in rows], dtype=torch.float64)
+    size = logits.shape[-1]
     tokens = [-1] * len(rows)
-    left = list(range(len(rows)))
-    filtered = [at for at in left if _is_filtered(rows[at].params, scaled.shape[-1])]
+    filtered = [at for at, row in enumerate(rows) if _is_filtered(row.params, size)]
     if filtered:
-        for at, token in _from_top(scaled, rows, filtered, min(_PREFILTER, scaled.shape[-1])):
+        for at, token in _from_top(logits, rows, filtered, min(_PREFILTER, size)):
             tokens[at] = token
         undecided = [at for at in filtered if tokens[at] < 0]
         if undecided:
-            for at, token in _from_top(scaled, rows, undecided, scaled.shape[-1]):
+            for at, token in _from_top(logits, rows, undecided, size):
                 tokens[at] = token
-    free = [at for at in left if tokens[at] < 0]
+    free = [at for at, row in enumerate(rows) if not _is_filtered(row.params, size)]
     if free:
-        every = torch.arange(scaled.shape[-1]).expand(len(free), -1)
-        scores = scaled[free] + _noise([rows[at] for at in free], every)
+        own = [rows[at] for at in free]
+        scores = logits[free].double() / _temperatures(own) + _noise(own, torch.arange(size).expand(len(free), -1))
         for at, token in zip(free, scores.argmax(-1).tolist(), strict=True):
             tokens[at] = token
     return tokens
+
+
+def _temperatures(rows: Sequence[SamplingRow]) -> torch.Tensor:
+    return torch.tensor([[row.params.temperature] for row in rows], dtype=torch.float64)
 
 
 def _is_filtered(params: SamplingParams, vocab_size: int) -> bool:
@@ -103,14 +125,17 @@ def _is_filtered(params: SamplingParams, vocab_size: int) -> bool:
 
 
 def _from_top(
-    scaled: torch.Tensor, rows: Sequence[SamplingRow], at: Sequence[int], number: int
+    logits: torch.Tensor, rows: Sequence[SamplingRow], at: Sequence[int], number: int
 ) -> list[tuple[int, int]]:
     """(row, token) of those rows whose choice lies within so many of their most probable tokens."""
-    vocab_size = scaled.shape[-1]
-    own, params = scaled[at], [rows[each].params for each in at]
-    top, tokens = own.topk(number)
-    probabilities = (top - own.logsumexp(-1, keepdim=True)).exp()
+    vocab_size = logits.shape[-1]
+    own, asked = logits if len(at) == len(logits) else logits[at], [rows[each] for each in at]
+    params = [each.params for each in asked]
+    temperatures = _temperatures(asked)
+    found, tokens = own.topk(number)
+    top = found.double() / temperatures
     most = torch.tensor([[each.top_k if 0 < each.top_k < vocab_size else vocab_size] for each in params])
+    probabilities = (top - top[:, :1]).exp() / _sums(own, found[:, :1], temperatures, top)
     kept = torch.arange(number) < most
     # top_p is a share of what top_k leaves. That is known where all of it is here, or nothing was cut.
     total = torch.where(most <= number, (probabilities * kept).sum(-1, keepdim=True), 1.0)
@@ -127,6 +152,15 @@ def _from_top(
     scores = top.masked_fill(~kept, float("-inf")) + _noise([rows[each] for each in at], tokens)
     chosen = tokens.gather(-1, scores.argmax(-1, keepdim=True)).flatten().tolist()
     return [(row, token) for row, token, is_decided in zip(at, chosen, decided, strict=True) if is_decided]
+
+
+def _sums(own: torch.Tensor, best: torch.Tensor, temperatures: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
+    """(S, 1): the sum over all tokens of their probabilities, as shares of the highest."""
+    if top.shape[-1] == own.shape[-1]:
+        return (top - top[:, :1]).exp().sum(-1, keepdim=True)
+    # Single precision for each token, and double for their sum: it is only compared with top_p.
+    shares = (own - best).div_(temperatures.float()).exp_()
+    return shares.sum(-1, keepdim=True, dtype=torch.float64)
 
 
 def _noise(rows: Sequence[SamplingRow], tokens: torch.Tensor) -> torch.Tensor:

@@ -16,14 +16,20 @@ fits into the pool alone, and all others give way to it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import Final
 
 from penstock.workers.generation.config import SchedulerConfig
 from penstock.workers.generation.pages import PagePool
+from penstock.workers.generation.prefix_cache import CachedPage
 from penstock.workers.generation.request_queue import PriorityRequestQueue, level_at, order_at
 
 __all__ = ["Chunk", "Scheduler", "Sequence", "StepPlan"]
+
+_LONG: Final = 4
+"""Shorter prompts than so many chunks are computed at once: a throughput of many of them is lost otherwise."""
+_NO_DRAFTS: Final[Mapping[str, Tokens[int]]] = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -45,10 +51,16 @@ class Sequence:
     num_cached: int = 0
     """Tokens of the prompt that were found in the prefix cache, at the first admission."""
     pages: list[int] = field(default_factory=list)
+    num_written: int = 0
+    """Tokens whose keys and values were written to pages, with drafts that were rejected."""
     num_published: int = 0
     parent: int | None = 0
     """The id of the last published page in the prefix cache; None: nothing more can be published."""
     num_preempted: int = 0
+    wants_prompt_logits: bool = False
+    """Every token of the prompt is computed, and its logits are wanted."""
+    donor: Sequence | None = None
+    """A request with the same prompt, whose full pages of it are shared while it runs."""
 
     @property
     def num_left(self) -> int:
@@ -58,15 +70,35 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """`num_tokens` of a sequence from `start`. samples: they end with its last token, so its logits are wanted."""
+    """`num_tokens` of a sequence from `start`, the last of them drafts. samples: they reach the sequence's last token.
+
+    Drafts are guesses of the tokens behind the last one. The logits before and at each of them are wanted.
+    """
 
     sequence: Sequence
     start: int
     num_tokens: int
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Behind the last token that is no draft."""
+        return self.start + self.num_tokens - len(self.drafts)
 
     @property
     def samples(self) -> bool:
-        return self.start + self.num_tokens == len(self.sequence.tokens)
+        return self.end == len(self.sequence.tokens)
+
+    @property
+    def num_logits(self) -> int:
+        """So many last tokens of the chunk have logits that are wanted."""
+        if self.sequence.wants_prompt_logits and self.start < self.sequence.num_prompt:
+            return self.num_tokens
+        return 1 + len(self.drafts) if self.samples else 0
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.sequence.tokens[self.start : self.end], *self.drafts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,23 +150,34 @@ class Scheduler:
         taken, self._unverified = self._unverified, []
         return taken
 
-    def plan(self) -> StepPlan:
-        """The next step. It is empty where no request waits or runs."""
+    def plan(self, drafts: Mapping[str, Tokens[int]] = _NO_DRAFTS) -> StepPlan:
+        """The next step. It is empty where no request waits or runs.
+
+        drafts: by request. They are taken where tokens of the budget and pages are left over.
+        """
         self.step += 1
         preempted = self._displace()
         planned: list[Chunk] = []
-        victims = self._plan_running(planned)
+        victims = self._plan_running(planned, drafts)
         if not victims:
             self._admit(planned)
         return StepPlan(tuple(planned), (*preempted, *victims))
 
-    def record(self, plan: StepPlan, sampled: Mapping[str, int]) -> None:
-        """The forward of the plan has run. sampled: by request, for each chunk that samples and had finite logits."""
+    def record(
+        self, plan: StepPlan, sampled: Mapping[str, int], accepted: Mapping[str, Tokens[int]] = _NO_DRAFTS
+    ) -> None:
+        """The forward of the plan has run. sampled: by request, for each chunk that samples and had finite logits.
+
+        accepted: the drafts before the sampled token that were right.
+        """
         for chunk in plan.chunks:
             sequence = chunk.sequence
-            sequence.num_computed = chunk.start + chunk.num_tokens
+            right = accepted.get(sequence.request_id, ())
+            sequence.num_computed = chunk.end + len(right)
+            sequence.num_written = max(sequence.num_written, chunk.start + chunk.num_tokens)
             token = sampled.get(sequence.request_id)
             if token is not None:
+                sequence.tokens.extend(right)
                 sequence.num_verified = sequence.num_computed
                 self._publish(sequence)
                 sequence.tokens.append(token)
@@ -144,21 +187,40 @@ class Scheduler:
 
     # Running requests
 
-    def _plan_running(self, planned: list[Chunk]) -> list[Sequence]:
+    def _plan_running(self, planned: list[Chunk], drafts: Mapping[str, Tokens[int]]) -> list[Sequence]:
         """Plans what runs, in order. Returns the requests that lost their pages to it."""
         victims: list[Sequence] = []
         budget = self.config.max_num_batched_tokens
         ordered = sorted(self.running, key=self._order)
         # A seat has a token of the budget, so no decoding request waits for a long prompt.
         decoding = [one for one in ordered if one.num_left == 1]
+        spare = budget - len(decoding)
         for sequence in (*decoding, *(one for one in ordered if one.num_left > 1)):
             if sequence in victims or budget == 0:
                 continue
-            number = min(sequence.num_left, budget)
+            number = self._chunk_tokens(sequence, budget, is_alone=not decoding)
             if self._grow(sequence, number, victims):
-                planned.append(Chunk(sequence, sequence.num_computed, number))
-                budget -= number
+                guesses = drafts.get(sequence.request_id, ())[:spare] if sequence.num_left == 1 else ()
+                taken = self._room_for(sequence, guesses)
+                planned.append(Chunk(sequence, sequence.num_computed, number + len(taken), taken))
+                spare -= len(taken)
+                budget -= number + len(taken)
         return victims
+
+    def _chunk_tokens(self, sequence: Sequence, budget: int, *, is_alone: bool) -> int:
+        """Tokens of a sequence in this step. A long prompt must not make the streams beside it wait."""
+        most = self.config.max_long_prefill_tokens
+        is_long = len(sequence.tokens) > _LONG * most
+        return min(sequence.num_left, budget if is_alone or not is_long else min(budget, most))
+
+    def _room_for(self, sequence: Sequence, drafts: Tokens[int]) -> tuple[int, ...]:
+        """The drafts, with their pages, or none: a page that another running request may need is left to it."""
+        missing = self.pages.pages_for(sequence.num_computed + 1 + len(drafts)) - len(sequence.pages)
+        if missing > 0:
+            if missing + len(self.running) > self.pages.num_available:
+                return ()
+            sequence.pages.extend(self.pages.allocate(missing) or ())
+        return tuple(drafts)
 
     def _grow(self, sequence: Sequence, number: int, victims: list[Sequence]) -> bool:
         """Gets the pages for so many more tokens; others, and at last the request itself, give way.
@@ -204,9 +266,9 @@ class Scheduler:
         """Whether the request could be admitted after so many seats and pages came back."""
         if len(self.running) - seats >= self.config.max_num_seqs:
             return False
-        cached = self.pages.prefixes.match(sequence.tokens, sequence.tenant) if self.pages.prefixes else []
-        idle = sum(self.pages.users(entry.page) == 0 for entry in cached)
-        needed = self.pages.pages_for(len(sequence.tokens)) - len(cached)
+        cached, donated = self._cached(sequence), self._donated(sequence)
+        idle = 0 if len(donated) > len(cached) else sum(self.pages.users(entry.page) == 0 for entry in cached)
+        needed = self.pages.pages_for(len(sequence.tokens)) - max(len(cached), len(donated))
         return needed <= self.pages.num_available - idle + pages
 
     def _admit(self, planned: list[Chunk]) -> None:
@@ -221,15 +283,17 @@ class Scheduler:
                 return
             self.waiting.pop(self.step)
             self.running.append(head)
-            number = min(head.num_left, budget)
+            is_alone = not any(chunk.samples for chunk in planned)
+            number = self._chunk_tokens(head, budget, is_alone=is_alone)
             planned.append(Chunk(head, head.num_computed, number))
             budget -= number
 
     def _seat(self, sequence: Sequence) -> bool:
-        """Gives a request the pages of all its tokens, cached ones first; False, and none, where there are fewer."""
+        """Gives a request the pages of all its tokens, shared ones first; False, and none, where there are fewer."""
         prefixes = self.pages.prefixes
-        cached = prefixes.match(sequence.tokens, sequence.tenant) if prefixes else []
-        shared = self.pages.share(cached)
+        cached, donated = self._cached(sequence), self._donated(sequence)
+        is_donated = len(donated) > len(cached)
+        shared = self.pages.join(donated) if is_donated else self.pages.share(cached)
         pages = self.pages.allocate(self.pages.pages_for(len(sequence.tokens)) - len(shared))
         if pages is None:
             self.pages.release(shared)
@@ -237,13 +301,27 @@ class Scheduler:
         sequence.pages = [*shared, *pages]
         sequence.num_computed = sequence.num_verified = len(shared) * self.pages.page_size
         sequence.num_published = len(shared)
-        sequence.parent = cached[-1].uid if cached else 0
+        # The prefix cache does not know all of a donor's pages, so it can know none behind them.
+        sequence.parent = None if is_donated else cached[-1].uid if cached else 0
         if prefixes is not None:
             prefixes.queries += len(sequence.tokens)
-            prefixes.hits += sequence.num_computed
+            prefixes.hits += len(cached) * self.pages.page_size
         if not sequence.num_preempted:
             sequence.num_cached = sequence.num_computed
         return True
+
+    def _cached(self, sequence: Sequence) -> list[CachedPage]:
+        prefixes = self.pages.prefixes
+        if prefixes is None or sequence.wants_prompt_logits:
+            return []
+        return prefixes.match(sequence.tokens, sequence.tenant)
+
+    def _donated(self, sequence: Sequence) -> list[int]:
+        """Full pages of the prompt that the donor has now. At least the last token is left to compute."""
+        if sequence.donor is None:
+            return []
+        computed = min(sequence.donor.num_verified, sequence.num_prompt - 1)
+        return sequence.donor.pages[: computed // self.pages.page_size]
 
     # Pages
 
@@ -256,10 +334,10 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         freed = self.pages.release(sequence.pages)
-        if sequence.num_computed > sequence.num_verified:
+        if sequence.num_written > sequence.num_verified:
             self._unverified.extend(freed)
         sequence.pages = []
-        sequence.num_computed = sequence.num_verified = sequence.num_published = 0
+        sequence.num_computed = sequence.num_verified = sequence.num_written = sequence.num_published = 0
         sequence.parent = 0
 
     def _publish(self, sequence: Sequence) -> None:

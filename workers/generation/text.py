@@ -38,30 +38,49 @@ class TextStream:
         self._whole = ""
         """Text of the tokens before `_read`."""
         self._text = ""
+        self._is_behind = False
+        """Whether tokens were pushed that are not decoded yet."""
         self._delivered = 0
 
     @property
     def text(self) -> str:
-        """All that was decoded, cut before a stop string."""
+        """The text of all tokens, cut before a stop string."""
+        self._catch_up()
         return self._text
 
     def push(self, tokens: Sequence[int]) -> None:
-        """More tokens. Nothing changes any more once a stop string was found."""
+        """More tokens. Nothing changes any more once a stop string was found.
+
+        Without stop strings they are decoded when the text is asked for, those of several calls at a time.
+        """
         if self.stopped_by is None:
             self._tokens += tokens
-            self._extend(is_last=False)
+            self._is_behind = True
+            if self._stops:
+                self._catch_up()
 
     def finish(self) -> None:
         """No more tokens come: characters that remained incomplete are in the text, too."""
         if self.stopped_by is None:
+            self._is_behind = False
             self._extend(is_last=True)
+
+    def skip(self, characters: int) -> None:
+        """So much of the text was delivered before."""
+        self._delivered = characters
 
     def take(self, *, is_last: bool) -> str:
         """The text since the last call. Before the end it leaves out what may become a stop string."""
+        self._catch_up()
         end = len(self._text) if is_last or self.stopped_by is not None else len(self._text) - self._held()
         delta = self._text[self._delivered : end]
         self._delivered = max(self._delivered, end)
         return delta
+
+    def _catch_up(self) -> None:
+        if self._is_behind:
+            self._is_behind = False
+            self._extend(is_last=False)
 
     def _extend(self, *, is_last: bool) -> None:
         before = decode(self._tokenizer, self._tokens[self._context : self._read])

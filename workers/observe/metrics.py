@@ -28,7 +28,7 @@ else:
     # A worker in memory has no /metrics, and the base install has no prometheus_client: `collect` imports it.
     Collector = object
 
-__all__ = ["BatchStats", "InferenceMetrics"]
+__all__ = ["BatchStats", "GenerationFigures", "InferenceMetrics"]
 
 Labels: TypeAlias = tuple[str, ...]
 
@@ -69,6 +69,32 @@ class BatchStats(msgspec.Struct, frozen=True, gc=False):
     total_s: Sequence[float]
 
 
+class GenerationFigures(msgspec.Struct, frozen=True, gc=False):
+    """What an engine has counted since it was loaded. first_token_s, inter_token_s: the times since the last report."""
+
+    waiting: int
+    running: int
+    preempted: int
+    prompt_tokens: int
+    generated_tokens: int
+    pages_used: int
+    pages_cached: int
+    pages: int
+    prefix_queried: int
+    prefix_found: int
+    first_token_s: Sequence[float]
+    inter_token_s: Sequence[float]
+
+    def by_kind(self) -> dict[Metric, dict[str, float]]:
+        """The values of the metrics that have one more label."""
+        return {
+            table.GENERATING: {"waiting": self.waiting, "running": self.running},
+            table.TOKENS: {"prompt": self.prompt_tokens, "generated": self.generated_tokens},
+            table.PAGES: {"used": self.pages_used, "cached": self.pages_cached, "all": self.pages},
+            table.PREFIX_TOKENS: {"queried": self.prefix_queried, "found": self.prefix_found},
+        }
+
+
 class _Histogram:
     """Values of one metric under one label set. Reports append to `fresh`; `fold` counts these in the buckets."""
 
@@ -103,6 +129,8 @@ class _Series:
         "batch",
         "commit",
         "compute",
+        "first_token",
+        "inter_token",
         "jobs",
         "latency",
         "padding",
@@ -121,6 +149,8 @@ class _Series:
         self.jobs = _Histogram(table.BATCH_SIZE.buckets)
         self.rows = _Histogram(table.BATCH_ROWS.buckets)
         self.padding = _Histogram(table.PADDING.buckets)
+        self.first_token = _Histogram(table.FIRST_TOKEN.buckets)
+        self.inter_token = _Histogram(table.INTER_TOKEN.buckets)
         self.sizes: Counter[int] = Counter()
         self.unfolded = 0
         self.all: Final = {
@@ -132,6 +162,8 @@ class _Series:
             table.BATCH_SIZE.name: self.jobs,
             table.BATCH_ROWS.name: self.rows,
             table.PADDING.name: self.padding,
+            table.FIRST_TOKEN.name: self.first_token,
+            table.INTER_TOKEN.name: self.inter_token,
         }
 
     def fold(self) -> None:
@@ -282,6 +314,21 @@ class InferenceMetrics(Collector):
     def instances_lost(self, model: str, version: str, count: int) -> None:
         """Set how many instances of a version were lost so far."""
         self._set(table.INSTANCES_LOST, (model, version, ""), count)
+
+    def generation(self, model: str, version: str, figures: GenerationFigures) -> None:
+        """Set the figures of a version's engine, and report the times since the last call."""
+        labels = (model, version, "")
+        for metric, kinds in figures.by_kind().items():
+            for kind, value in kinds.items():
+                self._set(metric, (*labels, kind), value)
+        self._set(table.PREEMPTED, labels, figures.preempted)
+        if not (figures.first_token_s or figures.inter_token_s):
+            return
+        with self._lock:
+            series = self._series_of(labels)
+            series.first_token.fresh.extend(figures.first_token_s)
+            series.inter_token.fresh.extend(figures.inter_token_s)
+            series.fold()
 
     def single_flight(self, model: str, version: str, endpoint: str, count: int = 1) -> None:
         """Count jobs that were answered by the forward of an equal job."""

@@ -7,6 +7,7 @@ from typing import Final
 
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.package import Package
+from penstock.registry.package.generation import GENERATE
 from penstock.registry.package.spec import PIPELINE
 from penstock.registry.package.spec_sections import Precision
 from penstock.workers.frameworks.detector import FRAMEWORKS, framework_of_package
@@ -38,16 +39,22 @@ def open_runtime(
     frameworks: Collection[str] = FRAMEWORKS,
     precision: Precision = "auto",
     warmup_requests: int = 1,
+    generate: Callable[[Package, LoadOptions], Runtime] | None = None,
 ) -> Runtime:
     """The runtime of a package, not yet loaded. No file of the package is read here.
 
     content_hash: the expected hash of the files when they are loaded; empty: any. frameworks: those that models may
     use. precision: of torch models whose package names none. warmup_requests: forwards before the model counts as
-    ready. Raises ConfigurationError for a framework that is not allowed.
+    ready. generate: the runtime of format `generate`; None: the caller cannot have one. Raises ConfigurationError for a
+    framework that is not allowed.
     """
     for one in (package, *package.steps):
         _check_framework(one, frameworks)
     options = LoadOptions(content_hash, precision, warmup_requests)
+    if package.spec.format == GENERATE:
+        if generate is None:
+            raise ConfigurationError(f"{package.label}: found format {GENERATE}, expected another one here")
+        return generate(package, options)
     if package.spec.instances == 1:
         return open_copy(package, options)
     if package.spec.instance_kind == "process":

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import cast
 
+from penstock.registry.broker.base import StreamEntry
 from penstock.registry.envelope import Keyring
 from penstock.registry.errors import InvalidInput, ModelError
 from penstock.registry.event_body import MAX_CHUNK_BYTES, EventPart, chunk_part
+from penstock.registry.queues import PriorityName
 from penstock.registry.tensors import Array, Tensor
 from penstock.workers.job import ClaimedJob
+from penstock.workers.streaming.delivered import delivered_chunks
 from penstock.workers.streaming.event_writer import EventWriter
 from penstock.workers.streaming.outbox import Outbox
 
@@ -24,12 +28,21 @@ class EventStream:
     """
 
     def __init__(
-        self, job: ClaimedJob, touch: Callable[[], None], writer: EventWriter, keyring: Keyring, max_bytes: int
+        self,
+        job: ClaimedJob,
+        touch: Callable[[], None],
+        writer: EventWriter,
+        keyring: Keyring,
+        max_bytes: int,
+        read: Callable[[str], list[StreamEntry]] = lambda _: [],
     ) -> None:
+        """read: the entries of the event stream of a job, by its id. Raises BrokerUnavailable."""
         self._job = job
         self._touch = touch
         self._writer = writer
         self._outbox = Outbox(job, keyring, max_bytes)
+        self._keyring = keyring
+        self._read = read
         self._max_chunk_bytes = min(max_bytes, MAX_CHUNK_BYTES)
         self._content: tuple[Tensor, ...] | None = None
         self._is_over = False
@@ -43,6 +56,29 @@ class EventStream:
     def tenant(self) -> str:
         """The tenant of the job."""
         return self._job.header.tenant
+
+    @property
+    def priority(self) -> PriorityName:
+        """The priority of the job."""
+        return cast(PriorityName, self._job.delivery.priority.label)
+
+    def alive(self) -> None:
+        """Show progress without an event."""
+        self._touch()
+
+    def earlier_chunks(self) -> list[dict[str, Array]] | None:
+        """The chunks that earlier runs of the job have delivered; None: none, or not all of them are known.
+
+        While the broker is away, the job waits.
+        """
+        if self._job.delivery.attempt < 2:
+            return None
+        entries = self._writer.ask(lambda: self._read(self.job_id), self._job, self._touch)
+        return delivered_chunks(entries, self._job, self._keyring)
+
+    def resume(self) -> None:
+        """The events to come continue those of the run before: subscribers see no reset."""
+        self._outbox.resumes = True
 
     @property
     def is_cancelled(self) -> bool:

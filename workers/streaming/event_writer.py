@@ -13,14 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Final
+from typing import Final, TypeVar
 
 from penstock.registry.broker.base import Emission, Position, WorkerEnd
 from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.event_body import EventPart
+from penstock.workers.job import ClaimedJob
 from penstock.workers.streaming.outbox import ENVELOPE_BYTES, Outbox
 
 __all__ = ["EventWriter"]
+
+Answer = TypeVar("Answer")
 
 _APART_S: Final = 0.005
 """Between the beginnings of two writes, unless one is urgent."""
@@ -92,6 +95,19 @@ class EventWriter:
         """Wait until the broker has all events of the job. Errors as for `add`."""
         with self._lock:
             self._await(lambda: outbox.is_empty, outbox, touch)
+
+    def ask(self, read: Callable[[], Answer], job: ClaimedJob, touch: Callable[[], None]) -> Answer | None:
+        """The answer of the broker, for which a job waits while it is away. None: the job was lost meanwhile."""
+        while not job.is_lost:
+            touch()
+            try:
+                return read()
+            except BrokerUnavailable:
+                if not self._may_wait():
+                    job.is_lost = True
+                with self._lock:
+                    self._done.wait(_RETRY_S)
+        return None
 
     def discard(self, outbox: Outbox) -> None:
         """Write no further event of the job."""

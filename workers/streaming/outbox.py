@@ -61,6 +61,8 @@ class Outbox:
         self.waiting_bytes = 0
         self.error: Exception | None = None
         """Why its events cannot be written."""
+        self.resumes = False
+        """Whether its first event continues those of an earlier run. Else it voids them."""
         self._keyring = keyring
         # Not the consumer's name: one worker may run a job several times.
         self._run = secrets.token_hex(8)
@@ -115,7 +117,7 @@ class Outbox:
             )
             sealed = seal("event", header, encode_parts(self._travelling), self._keyring)
             keep_from = 0 if self.is_new else self._kept.keep_from(self._position, len(sealed))
-            self._emission = Emission(job.held, self._run, sealed, count, self._position, keep_from)
+            self._emission = Emission(job.held, self._run, sealed, count, self._position, keep_from, self.resumes)
         return self._emission
 
     def written(self, position: Position) -> None:

@@ -67,6 +67,9 @@ class VersionPolicy:
     """Removes personal data from texts of a model's exceptions."""
     tokenises: bool
     """Whether preparing a batch beside another forward pays."""
+    seats: int = 0
+    """Jobs that a generation engine runs at a time; 0: the version has none. `concurrency` has room for more urgent
+    jobs beyond them."""
 
     @classmethod
     def of(
@@ -85,11 +88,13 @@ class VersionPolicy:
             endpoint = overlay.over(endpoint)
         limits = _batch_limits(spec, endpoint.window_ms, config)
         repeats = config.enabled and spec.deterministic and not spec.streams
+        seats = spec.generate.max_num_seqs if spec.generate else 0
         has_size = spec.batching.max_batch_size or config.batching.max_batch_size
         return cls(
             limits=limits,
             is_sized_by_memory=limits.max_rows > 1 and not has_size,
-            concurrency=endpoint.concurrency or 1,
+            concurrency=(seats + spec.generate.urgent_seats) if spec.generate else endpoint.concurrency or 1,
+            seats=seats,
             precision=endpoint.precision or config.precision,
             timeout_s=float(spec.timeout_s or config.timeout_seconds),
             max_crashes=config.queue.max_crashes,

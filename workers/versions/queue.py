@@ -7,6 +7,7 @@ reserve, release: jobs that wait or run;  in_flight: batches on the model thread
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import inf
@@ -42,6 +43,8 @@ class VersionQueue:
         self.policy = policy
         self.in_memory = 0
         """Jobs that wait or run; without followers of an equal job, and without delayed jobs."""
+        self._priorities: Counter[int] = Counter()
+        """How many of them have each priority."""
         self.in_flight = 0
         """Batches handed to the model threads."""
         self.unsent_bytes = 0
@@ -56,7 +59,10 @@ class VersionQueue:
         self.limits = limits
         self.batcher: Batcher[ClaimedJob] = Batcher(limits)
         window = limits.max_rows * limits.sort_window if limits.sort_window > 1 else 0
-        self.capacity = limits.max_rows * _BATCHES_HELD * self.policy.concurrency + window
+        policy = self.policy
+        # A generation engine has seats: a job that waits here could run in another worker.
+        held = policy.concurrency if policy.seats else limits.max_rows * _BATCHES_HELD * policy.concurrency + window
+        self.capacity = held
         """Jobs that may wait or run here."""
         self._controller = (
             LatencyController(self.policy.target_latency_s, limits.max_rows, limits.max_wait_s)
@@ -128,34 +134,56 @@ class VersionQueue:
     @property
     def free(self) -> int:
         """Jobs that may still come in."""
-        free = self.capacity - self.in_memory
+        free = (self.policy.seats or self.capacity) - self.in_memory
         return free if free > 0 else 0
+
+    @property
+    def free_for_urgent(self) -> tuple[int, int]:
+        """Jobs that may come in though no seat is free, and how many of the priorities they may have.
+
+        They are more urgent than a job that is here.
+        """
+        free, least = self.capacity - self.in_memory, max(self._priorities, default=0)
+        return (free, least) if self.policy.seats and free > 0 and least > 0 else (0, 0)
 
     def reserve(self, job: ClaimedJob) -> None:
         """The job waits or runs here."""
-        self.in_memory += not job.takes_room
-        job.takes_room = True
+        if not job.takes_room:
+            self._enter(job)
 
     def release(self, job: ClaimedJob) -> None:
         """The job no longer waits or runs here."""
-        self.in_memory -= job.takes_room
-        job.takes_room = False
+        if job.takes_room:
+            self._leave(job)
 
     def release_all(self, jobs: Iterable[ClaimedJob]) -> None:
         """These jobs no longer wait or run here."""
         for job in jobs:
             if job.takes_room:
-                job.takes_room = False
-                self.in_memory -= 1
+                self._leave(job)
 
     def add(self, pending: Sequence[Pending[ClaimedJob]]) -> None:
         """Put jobs before the batcher, in their order of arrival."""
         for item in pending:
             job = item.job
             if not job.takes_room:
-                job.takes_room = True
-                self.in_memory += 1
+                self._enter(job)
         self.batcher.extend(pending)
+
+    def _enter(self, job: ClaimedJob) -> None:
+        job.takes_room = True
+        self.in_memory += 1
+        if self.policy.seats:
+            self._priorities[int(job.delivery.priority)] += 1
+
+    def _leave(self, job: ClaimedJob) -> None:
+        job.takes_room = False
+        self.in_memory -= 1
+        if self.policy.seats:
+            priority = int(job.delivery.priority)
+            self._priorities[priority] -= 1
+            if not self._priorities[priority]:
+                del self._priorities[priority]
 
     def put_back(self, batch: Batch[ClaimedJob]) -> None:
         """Dissolve a batch that has not begun."""

@@ -29,7 +29,9 @@ from penstock.registry.settings_sections import InferenceConfig
 from penstock.registry.tensors import Tensor
 from penstock.safety.routing import Arm, RoutingTable
 from penstock.workers.batching.batcher import Batch, BatchKey, Pending
+from penstock.workers.generation.served import GenerateRuntime
 from penstock.workers.job import ClaimedJob
+from penstock.workers.observe.metrics import GenerationFigures
 from penstock.workers.runtime.base import Counted, Runtime
 from penstock.workers.runtime.forms import Forms, forms_of
 from penstock.workers.runtime.open import open_runtime
@@ -234,6 +236,11 @@ class ServedVersion:
         runtime = self.runtime
         return self._lost_before + (runtime.counts().get("instances_lost", 0) if isinstance(runtime, Counted) else 0)
 
+    def generation_figures(self) -> GenerationFigures | None:
+        """The figures of its engine; None without one. For the thread that reports."""
+        runtime = self.runtime
+        return runtime.take_figures() if isinstance(runtime, GenerateRuntime) and not self.shares_model else None
+
     def has_loaded(self, now: float = 0.0) -> None:
         """The runtime is ready for forwards since `now`, in monotonic seconds."""
         runtime = self.runtime
@@ -295,6 +302,7 @@ class ServedVersion:
             frameworks=self._config.frameworks,
             precision=self.policy.precision,
             warmup_requests=self._config.compilation.warmup_requests,
+            generate=GenerateRuntime,
         )
 
     @property
@@ -502,6 +510,12 @@ class ServedModel:
         """Jobs that may be claimed now."""
         active = self.active
         return active.queue.free if active is not None and active.state in _CLAIMABLE else 0
+
+    @property
+    def free_for_urgent(self) -> tuple[int, int]:
+        """See VersionQueue.free_for_urgent."""
+        active = self.active
+        return active.queue.free_for_urgent if active is not None and active.is_ready else (0, 0)
 
     def answers(self, version: ServedVersion) -> bool:
         """Whether jobs that name no version may come to this version now."""

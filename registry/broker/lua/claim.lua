@@ -3,7 +3,7 @@
 -- reached, or the bytes of one call; one job of the reserve is claimed beyond them.
 -- KEYS  1-4 streams by priority, 5 exists while the slot is paused, 6 the active version
 -- ARGV  group, consumer, credit, reserve, ageing_ms, credit_bytes, bytes of one call, bytes of the largest possible
---       job, bytes of a job as the worker expects it
+--       job, bytes of a job as the worker expects it, how many of the bands to claim from
 -- Returns seconds, microseconds, whether the slot is paused 0/1, the active version, then pairs: band 1-4, jobs.
 -- A band may have several pairs. The jobs are one list: entry id, sealed, entry id, sealed and so on. An entry that is
 -- no new job of ours has all of its fields in place of `sealed`. A table for each entry would cost more than its bytes.
@@ -13,7 +13,7 @@ if out[3] == 1 then return out end
 local credit, reserve, ageing = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 
 local left_bytes, left_call = tonumber(ARGV[6]), tonumber(ARGV[7])
-local largest, expected = tonumber(ARGV[8]), tonumber(ARGV[9])
+local largest, expected, bands = tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
 
 -- The size of a job is known once it is claimed. So no step asks for more jobs than fit the credit if all are the
 -- largest, and the call if they are like those of the step before.
@@ -58,7 +58,7 @@ local function head_ms(band)
 end
 
 local left, band = credit - reserve, 0
-while left > 0 and left_bytes > 0 and left_call > 0 and band < 4 do
+while left > 0 and left_bytes > 0 and left_call > 0 and band < bands do
   band = band + 1
   left = left - take(band, left)
 end
@@ -68,7 +68,7 @@ left = reserve
 local oldest, oldest_ms
 local aged_before = time[1] * 1000 + math.floor(time[2] / 1000) - ageing
 if left > 0 then
-  for lower = band + 1, 4 do
+  for lower = band + 1, bands do
     local ms = head_ms(lower)
     if ms and ms <= aged_before and (not oldest or ms < oldest_ms) then oldest, oldest_ms = lower, ms end
   end
@@ -77,7 +77,7 @@ if left > 0 then
     left = left - take(oldest, left)
   end
 end
-for any = math.max(band, 1), 4 do
+for any = math.max(band, 1), bands do
   if left > 0 then left = left - take(any, left) end
 end
 return out

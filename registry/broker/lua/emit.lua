@@ -2,7 +2,8 @@
 -- KEYS  per job: stream, record
 -- ARGV  group, consumer, ttl_ms, most bytes of the events of one job,
 --       then per job: entry id, name of the run, sequence number and bytes of the run's previous position (0: none),
---       number of events, first sequence number to keep (0: all), envelope
+--       number of events, first sequence number to keep (0: all), envelope, whether the run continues the events of the
+--       one before 0/1
 -- Returns per job its new position: sequence number and bytes; two zeros when the consumer does not hold the job.
 -- The id of an entry has the sequence number of its last event.
 local group, consumer, ttl, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
@@ -36,7 +37,7 @@ local function emit(stream, record, a)
     if next and next[2][4] ~= sealed then return 0, 0 end
     if next then return seq + count, bytes + #sealed end
   else
-    -- A run begins with an entry that has its name: `started`, or `reset` after another run.
+    -- A run begins with an entry that has its name: `started`; after another run `resumed` or `reset`.
     local last = redis.call('XREVRANGE', events, '+', '-', 'COUNT', 2)
     seq, bytes = 1, 0
     if last[1] then
@@ -45,7 +46,7 @@ local function emit(stream, record, a)
     if last[2] and last[2][2][4] == run then return seq, bytes end
     seq = seq + 1
     if bytes + #sealed > most then keep = seq end
-    append(events, keep, seq, last[1] and 'reset' or 'started', run, bytes)
+    append(events, keep, seq, last[1] and (ARGV[a + 7] == '1' and 'resumed' or 'reset') or 'started', run, bytes)
   end
   seq, bytes = seq + count, bytes + #sealed
   append(events, keep, seq, 'events', sealed, bytes)
@@ -55,6 +56,6 @@ end
 
 local positions = {}
 for job = 1, #KEYS / 2 do
-  positions[2 * job - 1], positions[2 * job] = emit(KEYS[2 * job - 1], KEYS[2 * job], 5 + (job - 1) * 7)
+  positions[2 * job - 1], positions[2 * job] = emit(KEYS[2 * job - 1], KEYS[2 * job], 5 + (job - 1) * 8)
 end
 return positions

@@ -46,7 +46,9 @@ def test_the_schema_has_the_fields_of_a_package():
     """The schema has each field of ModelSpec, admits no other field, and names no Python class as its title."""
     schema = json.loads(schema_text())
     assert set(schema["properties"]) == {*ModelSpec.model_fields, "signature"}
-    assert schema["oneOf"] == [{"required": ["signature"]}, {"required": ["inputs", "outputs"]}]
+    *signatures, own = schema["oneOf"]
+    assert signatures == [{"required": ["signature"]}, {"required": ["inputs", "outputs"]}]
+    assert own["properties"] == {"format": {"const": "generate"}}
     assert set(schema["$defs"]["Signature"]["properties"]) == {"inputs", "outputs"}
     assert schema["additionalProperties"] is False
     assert (schema["title"], schema["$schema"]) == ("model.yaml", "https://json-schema.org/draft/2020-12/schema")

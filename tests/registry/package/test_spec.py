@@ -50,7 +50,8 @@ REFUSED: list[tuple[str, object, str]] = [
     (
         "unknown format",
         changed(PLAIN, format="pickle"),
-        "format: found \"pickle\", expected 'torchscript', 'python', 'pytorch', 'transformers', 'onnx' or 'pipeline'",
+        "format: found \"pickle\", expected 'torchscript', 'python', 'pytorch', 'transformers', 'onnx', 'pipeline' or "
+        "'generate'",
     ),
     ("misspelt field", changed(PLAIN, entrypont="m:b"), "entrypont: unknown field, expected entrypoint"),
     (
@@ -270,7 +271,8 @@ REFUSED: list[tuple[str, object, str]] = [
     (
         "TensorFlow",
         changed(PLAIN, format="SavedModel"),
-        "format: found 'SavedModel', expected one of: torchscript, python, pytorch, transformers, onnx, pipeline; "
+        "format: found 'SavedModel', expected one of: torchscript, python, pytorch, transformers, onnx, pipeline, "
+        "generate; "
         "TensorFlow is not supported, export to onnx",
     ),
     (

@@ -76,12 +76,11 @@ def write_model(folder: Path, **changes: Any) -> Path:
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-            max_position_embeddings=256,
             tie_word_embeddings=False,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=None,
-            **changes,
+            **{"max_position_embeddings": 256, **changes},
         ),
     )
     model.save_pretrained(folder)

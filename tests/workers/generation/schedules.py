@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from penstock.workers.generation.config import SchedulerConfig
 from penstock.workers.generation.pages import PagePool
 from penstock.workers.generation.prefix_cache import PrefixCache
-from penstock.workers.generation.scheduler import Scheduler, Sequence, StepPlan
+from penstock.workers.generation.scheduler import Chunk, Scheduler, Sequence, StepPlan
 
 __all__ = ["Schedule", "run_schedule"]
 
@@ -31,6 +31,8 @@ class Schedule:
     alive: dict[str, Sequence] = field(default_factory=dict)
     content: dict[tuple[int, int], Content] = field(default_factory=dict)
     finished: list[str] = field(default_factory=list)
+    drafted: int = 0
+    """Drafts that were computed."""
 
     @classmethod
     def random(cls, seed: int) -> Schedule:
@@ -44,6 +46,7 @@ class Schedule:
         config = SchedulerConfig(
             max_num_seqs=seats,
             max_num_batched_tokens=seats + chosen.randrange(0, 20),
+            max_long_prefill_tokens=chosen.choice([1, 4, 64]),
             ageing_steps=chosen.choice([1, 5, 30]),
         )
         return cls(chosen, Scheduler(config, PagePool(num_pages, page_size, prefixes)))
@@ -60,21 +63,41 @@ class Schedule:
         self.alive[name] = sequence
         self.scheduler.add(sequence)
 
+    def fork(self, donor: Sequence, name: str) -> None:
+        """One more text of the same prompt."""
+        own = donor.tokens[: donor.num_prompt]
+        sequence = Sequence(name, own, donor.num_prompt, tenant=donor.tenant, priority=donor.priority, donor=donor)
+        self.wanted[name] = self.wanted[donor.request_id]
+        self.alive[name] = sequence
+        self.scheduler.add(sequence)
+
     def step(self) -> StepPlan:
         """Plans, plays the forward, records, ends what is complete, and checks everything."""
-        plan = self.scheduler.plan()
+        drafts = {
+            sequence.request_id: [self.chosen.choice([1, 1, 2]) for _ in range(self.chosen.randrange(4))]
+            for sequence in self.scheduler.running
+            if self.chosen.random() < 0.5
+        }
+        drafts = {name: each[: self._left(self.alive[name]) - 1] for name, each in drafts.items()}
+        plan = self.scheduler.plan(drafts)
         self.check_plan(plan)
         for chunk in plan.chunks:
             self._read(chunk.sequence, chunk.start)
         for chunk in plan.chunks:
-            self._write(chunk.sequence, chunk.start, chunk.start + chunk.num_tokens)
+            self._write(chunk)
+        self.drafted += sum(len(chunk.drafts) for chunk in plan.chunks)
         self.scheduler.record(
             plan,
             {chunk.sequence.request_id: self.chosen.choice([1, 1, 2]) for chunk in plan.chunks if chunk.samples},
+            {
+                chunk.sequence.request_id: chunk.drafts[: self.chosen.randrange(len(chunk.drafts) + 1)]
+                for chunk in plan.chunks
+            },
         )
         for chunk in plan.chunks:
             sequence = chunk.sequence
-            if len(sequence.tokens) - sequence.num_prompt == self.wanted[sequence.request_id]:
+            assert self._left(sequence) >= 0
+            if self._left(sequence) == 0:
                 self.end(sequence)
                 self.finished.append(sequence.request_id)
         self.check_pages()
@@ -115,11 +138,16 @@ class Schedule:
         for place in range(end):
             assert self.content[self._at(sequence, place)] == self._content(sequence, place)
 
-    def _write(self, sequence: Sequence, start: int, end: int) -> None:
-        for place in range(start, end):
+    def _write(self, chunk: Chunk) -> None:
+        sequence = chunk.sequence
+        tokens = [*sequence.tokens[: chunk.start], *chunk.tokens]
+        for place in range(chunk.start, chunk.start + chunk.num_tokens):
             at = self._at(sequence, place)
             assert self.scheduler.pages.users(at[0]) == 1
-            self.content[at] = self._content(sequence, place)
+            self.content[at] = sequence.tenant, tuple(tokens[: place + 1])
+
+    def _left(self, sequence: Sequence) -> int:
+        return self.wanted[sequence.request_id] - (len(sequence.tokens) - sequence.num_prompt)
 
     def _at(self, sequence: Sequence, place: int) -> tuple[int, int]:
         size = self.scheduler.pages.page_size
@@ -136,6 +164,8 @@ def run_schedule(seed: int) -> Schedule:
     for turn in range(schedule.chosen.randrange(5, 60)):
         if schedule.chosen.random() < 0.6:
             schedule.add(f"{seed}-{turn}")
+        if schedule.scheduler.running and schedule.chosen.random() < 0.2:
+            schedule.fork(schedule.chosen.choice(schedule.scheduler.running), f"{seed}-{turn}-fork")
         if schedule.alive and schedule.chosen.random() < 0.1:
             schedule.end(schedule.chosen.choice(list(schedule.alive.values())))
             schedule.check_pages()

@@ -311,8 +311,11 @@ def test_positions_that_depend_on_the_batch_are_refused(tmp_path):
         ([1] * 250, {"max_tokens": 10}, "a prompt of 250 tokens and max_tokens 10, expected at most 256 together"),
         ([1], {"stop_token_ids": [10**6]}, "stop_token_ids: found 1000000"),
         ([1], {"top_p": 0}, "top_p: found 0, expected a number above 0, at most 1"),
-        ([1], {"best_of": 3}, "Unknown sampling field best_of"),
-        ([1], {"repetition_penalty": 1.1}, "Unknown sampling field repetition_penalty"),
+        ([1], {"beam_width": 3}, "Unknown sampling field beam_width"),
+        ([1], {"n": 2, "temperature": 0}, "n: found 2 with temperature 0, expected a temperature above 0"),
+        ([1], {"logit_bias": {"1000000": 1}}, "logit_bias: found 1000000, expected numbers below"),
+        ([1], {"allowed_token_ids": [10**6]}, "allowed_token_ids: found 1000000"),
+        ([1], {"allowed_token_ids": [0], "min_tokens": 1}, "found nothing but ends of texts"),
     ],
 )
 def test_requests_that_cannot_be_served_are_refused(engine, prompt, options, message):

@@ -135,8 +135,8 @@ def test_barred_tokens_are_not_chosen():
 def test_logprobs_are_those_of_the_logits():
     """The chosen token and the most probable ones, before temperature."""
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(1))
-    params = SamplingParams(temperature=2.0, logprobs=3)
-    (found,) = sample(logits.clone(), [SamplingRow(params, seed=4, position=0)])
+    params = SamplingParams(temperature=2.0)
+    (found,) = sample(logits.clone(), [SamplingRow(params, seed=4, position=0, logprobs=3)])
     assert found.logprobs is not None
     expected = logits[0].log_softmax(-1)
     assert set(found.logprobs) == {found.token, *expected.topk(3).indices.tolist()}

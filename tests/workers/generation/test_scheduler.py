@@ -49,16 +49,18 @@ def test_random_schedules_keep_every_rule():
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(1_000, 2_000, 250))
 def test_a_thousand_random_schedules_keep_every_rule(start):
-    """As above, a thousand times."""
-    preemptions = hits = 0
+    """As above, a thousand times; requests have drafts, and some have the prompt of another one."""
+    preemptions = hits = drafted = 0
     for seed in range(start, start + 250):
         schedule = run_schedule(seed)
         assert schedule.alive == {}, seed
         assert schedule.scheduler.pages.num_used == 0, seed
         preemptions += schedule.scheduler.num_preemptions
         hits += schedule.scheduler.pages.prefixes.hits if schedule.scheduler.pages.prefixes else 0
+        drafted += schedule.drafted
     assert preemptions > 100
     assert hits > 100
+    assert drafted > 100
 
 
 def test_a_page_that_is_used_twice_is_found():
@@ -232,3 +234,80 @@ def test_prefix_pages_are_published_with_finite_logits_only():
     planner.add(request("sound", 9))
     step(planner)
     assert len(pages.prefixes or ()) == 2
+
+
+def test_drafts_take_what_is_left_over():
+    """Of the budget and of the pages: no running request loses its token of the step, or a page, to a guess."""
+    planner = scheduler(num_pages=6, page_size=4, max_num_seqs=3, max_num_batched_tokens=5)
+    for name in ("a", "b"):
+        planner.add(request(name, 2))
+    step(planner)
+    plan = planner.plan({"a": [1, 2, 3, 4], "b": [5, 6]})
+    assert [(chunk.sequence.request_id, chunk.tokens) for chunk in plan.chunks] == [("a", [7, 1, 2, 3]), ("b", [7])]
+    planner.record(plan, {"a": 8, "b": 8}, {"a": [1, 2]})
+    assert [one.tokens for one in planner.running] == [[1, 2, 7, 1, 2, 8], [1, 2, 7, 8]]
+    assert [one.num_computed for one in planner.running] == [5, 3]
+    tight = scheduler(num_pages=2, page_size=4, max_num_seqs=2, max_num_batched_tokens=64)
+    for name in ("a", "b"):
+        tight.add(request(name, 2))
+    step(tight)
+    assert [chunk.drafts for chunk in tight.plan({"a": [1, 2, 3], "b": [5]}).chunks] == [(), (5,)]
+
+
+def test_rejected_drafts_are_published_nowhere():
+    """A page that a draft has filled is no page of the text: the prefix cache does not know it."""
+    pages = PagePool(20, 4, PrefixCache(4, 20))
+    planner = Scheduler(SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=32), pages)
+    planner.add(sequence := request("guessed", 5))
+    step(planner)
+    plan = planner.plan({"guessed": [9, 9]})
+    planner.record(plan, {"guessed": 8}, {"guessed": []})
+    assert len(pages.prefixes or ()) == 1
+    assert sequence.num_written == 8
+    plan = planner.plan({"guessed": [6]})
+    planner.record(plan, {"guessed": 3}, {"guessed": [6]})
+    assert sequence.tokens == [1, 2, 3, 4, 5, 7, 8, 6, 3]
+    assert pages.prefixes is not None
+    assert [entry.key.tokens for entry in pages.prefixes.match(sequence.tokens, "")] == [(1, 2, 3, 4), (5, 7, 8, 6)]
+
+
+def test_rejected_drafts_leave_pages_to_be_cleared():
+    """Their values are vouched for by nobody: they may be no numbers."""
+    planner = scheduler(max_num_seqs=1, max_num_batched_tokens=8)
+    planner.add(sequence := request("guessed", 3))
+    step(planner)
+    planner.record(planner.plan({"guessed": [9, 9]}), {"guessed": 8})
+    pages = set(sequence.pages)
+    planner.remove(sequence)
+    assert set(planner.take_unverified_pages()) == pages
+
+
+def test_texts_of_one_prompt_share_its_full_pages():
+    """Without a prefix cache; the pages stay with the second text when the first one ends."""
+    planner = scheduler(max_num_seqs=2, max_num_batched_tokens=64)
+    planner.add(first := request("first", 10))
+    step(planner)
+    second = Sequence("second", list(first.tokens[:10]), 10, donor=first)
+    planner.add(second)
+    plan = planner.plan()
+    assert [(chunk.start, chunk.num_tokens) for chunk in plan.chunks] == [(10, 1), (8, 2)]
+    assert second.pages[:2] == first.pages[:2]
+    planner.record(plan, {"first": 7, "second": 7})
+    planner.remove(first)
+    assert [planner.pages.users(page) for page in second.pages] == [1, 1, 1]
+
+
+def test_a_long_prompt_takes_small_parts_of_the_steps_of_others():
+    """Alone it gets the budget, and so does a prompt that is not long."""
+    planner = scheduler(max_num_seqs=4, max_num_batched_tokens=100, max_long_prefill_tokens=8)
+    planner.add(request("long", 80))
+    assert planner.plan().num_tokens == 80
+    planner = scheduler(max_num_seqs=4, max_num_batched_tokens=100, max_long_prefill_tokens=8)
+    planner.add(request("stream", 3))
+    step(planner)
+    planner.add(request("long", 80))
+    planner.add(request("short", 32))
+    plan = planner.plan()
+    assert [chunk.num_tokens for chunk in plan.chunks] == [1, 8, 32]
+    planner.record(plan, {"stream": 7, "short": 7})
+    assert [chunk.num_tokens for chunk in planner.plan().chunks] == [1, 1, 8]

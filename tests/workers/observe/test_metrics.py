@@ -17,7 +17,7 @@ from prometheus_client.samples import Sample
 
 from penstock.registry.broker.webhooks import WebhookCounts
 from penstock.registry.metrics import METRICS
-from penstock.workers.observe.metrics import BatchStats, InferenceMetrics
+from penstock.workers.observe.metrics import BatchStats, GenerationFigures, InferenceMetrics
 
 BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
 
@@ -106,6 +106,7 @@ def test_parser_sees_the_whole_table(metrics: InferenceMetrics):
         of_jobs("mlp", "1", "queue")
     metrics.out_of_memory("mlp", "1")
     metrics.instances_lost("mlp", "1", 2)
+    metrics.generation("mlp", "1", GenerationFigures(1, 2, 3, 40, 50, 6, 7, 8, 90, 10, [0.5], [0.01]))
     metrics.taken_over("mlp")
     metrics.traffic_share("mlp", "1", 0.5)
     metrics.quarantined("mlp")

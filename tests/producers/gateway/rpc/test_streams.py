@@ -55,9 +55,12 @@ def test_a_stream_that_ends_early_leaves_no_task(writes: int, fails: bool):
         for _ in range(100):
             await send(request)
 
+    async def enter(call: Call, method: str) -> None:
+        """Everybody may call."""
+
     async def run() -> str:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: seen.append(context))
-        streams, context = Streams(Calls(GatewayFigures()), 60), Context(writes)
+        streams, context = Streams(Calls(GatewayFigures(), enter), 60), Context(writes)
         handler = streams.both_ways("/a/b", message("PredictRequest"), answer)
         with pytest.raises((InvalidInput, ConnectionError)):
             await handler.stream_stream(None, context)

@@ -1,0 +1,239 @@
+"""OpenAI's chats. The model's own chat template makes a prompt of the messages. The `openai` client works unchanged.
+
+POST /v1/chat/completions    messages: [{"role", "content"}, ...]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from penstock.producers.gateway.exchange import Exchange
+from penstock.producers.gateway.fleet import GatewayClient
+from penstock.producers.gateway.openai import openai_error
+from penstock.producers.gateway.openai_sampling import SamplingFields, generating_spec, sampling_of
+from penstock.producers.gateway.openai_texts import Head, OpenAiTexts, UsageView
+from penstock.producers.gateway.request_headers import idempotency_key
+from penstock.producers.gateway.routing import Route
+from penstock.producers.gateway.tensors import decoded
+from penstock.producers.gateway.text_jobs import Delta, Text, TextRequest
+from penstock.registry.errors import InvalidInput
+
+__all__ = ["ChatRoutes"]
+
+_MAX_TOKENS: Final = 128
+"""Of a request that names none."""
+
+
+class Named(msgspec.Struct):
+    """A function that must be called."""
+
+    name: str
+
+
+class ChatFields(SamplingFields, kw_only=True):
+    """A request for a chat. Fields that OpenAI has beside these are ignored. functions: the older form of tools."""
+
+    messages: list[dict[str, Any]]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: list[dict[str, Any]] | None = None
+    function_call: str | Named | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class ChatMessage(msgspec.Struct, omit_defaults=True):
+    """An answer, or what is new of it. function_call: the older form of one call."""
+
+    role: str = ""
+    content: str | msgspec.UnsetType | None = msgspec.UNSET
+    tool_calls: list[dict[str, Any]] | msgspec.UnsetType = msgspec.UNSET
+    function_call: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    """One answer."""
+
+    index: int
+    message: ChatMessage
+    finish_reason: str
+    logprobs: None = None
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    """Answers. id: `chatcmpl-` and the id of the first job."""
+
+    id: str
+    choices: list[ChatChoice]
+    created: int
+    model: str
+    usage: UsageView
+    object: str = "chat.completion"
+
+
+class ChatDelta(msgspec.Struct):
+    """What is new of one answer. finish_reason: null before the end."""
+
+    index: int
+    delta: ChatMessage
+    finish_reason: str | None = None
+    logprobs: None = None
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    """A chunk of a stream."""
+
+    id: str
+    choices: list[ChatDelta]
+    created: int
+    model: str
+    usage: UsageView | None = None
+    object: str = "chat.completion.chunk"
+
+
+class ChatRoutes:
+    """The route of chats."""
+
+    def __init__(self, client: GatewayClient, texts: OpenAiTexts) -> None:
+        self._client = client
+        self._texts = texts
+
+    @property
+    def routes(self) -> list[Route]:
+        """The routes, for the table of the application."""
+        takes, gives = ChatFields, ChatCompletion
+        return [
+            Route(
+                "POST",
+                "/v1/chat/completions",
+                self.chat,
+                "OpenAI: answer a chat",
+                takes,
+                gives,
+                write_problem=openai_error,
+            )
+        ]
+
+    async def chat(self, exchange: Exchange) -> None:
+        """POST /v1/chat/completions."""
+        key = idempotency_key(exchange)
+        fields = decoded(await exchange.body(), ChatFields)
+        if fields.logprobs:
+            raise InvalidInput("logprobs: found true, expected none on this route")
+        tools = _tools(fields)
+        spec = await generating_spec(self._client, fields.model)
+        most = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
+        params, choices = sampling_of(fields, _MAX_TOKENS if most is None else most, **_structure(fields))
+        request = TextRequest(
+            spec.name,
+            [{"messages": _messages(fields), **({"tools": tools} if tools else {})}],
+            params,
+            choices,
+            priority=fields.priority or "normal",
+            idempotency_key=key,
+            traceparent=exchange.header(b"traceparent"),
+        )
+        shape = _Shape(may_call=bool(tools), is_older=bool(fields.functions))
+        await self._texts.answer(fields, request, shape, exchange)
+
+
+class _Shape:
+    """The objects of chats. may_call: the answer may be calls of tools. is_older: in the form of functions."""
+
+    def __init__(self, *, may_call: bool, is_older: bool) -> None:
+        self._may_call = may_call
+        self._is_older = is_older
+
+    def whole(self, head: Head, texts: Sequence[Text], usage: UsageView) -> ChatCompletion:
+        choices = [
+            ChatChoice(index, self._message(each, "assistant"), self._reason(each)) for index, each in enumerate(texts)
+        ]
+        return ChatCompletion(id=_id(head), choices=choices, created=head.created, model=head.model, usage=usage)
+
+    def begin(self, head: Head, index: int) -> ChatChunk:
+        return _chunk(head, [ChatDelta(index, ChatMessage("assistant", ""))])
+
+    def chunk(self, head: Head, delta: Delta) -> ChatChunk | None:
+        """A text that may turn out to be a call is told with its end."""
+        whole = delta.whole
+        if not self._may_call:
+            news = ChatMessage(content=delta.text) if delta.text else ChatMessage()
+            return _chunk(head, [ChatDelta(delta.index, news, delta.finish_reason)])
+        if whole is None:
+            return None
+        news = self._message(whole, "")
+        if isinstance(news.tool_calls, list):
+            news.tool_calls = [{"index": index, **call} for index, call in enumerate(news.tool_calls)]
+        return _chunk(head, [ChatDelta(delta.index, news, self._reason(whole))])
+
+    def end(self, head: Head, usage: UsageView) -> ChatChunk:
+        return _chunk(head, [], usage)
+
+    def _message(self, text: Text, role: str) -> ChatMessage:
+        message = text.message or {}
+        calls: list[dict[str, Any]] = message.get("tool_calls", [])
+        if not calls:
+            return ChatMessage(role, text.text)
+        content = message.get("content") or None
+        if self._is_older:
+            return ChatMessage(role, content, function_call=calls[0]["function"])
+        return ChatMessage(role, content, calls)
+
+    def _reason(self, text: Text) -> str:
+        is_call = text.finish_reason == "tool_calls"
+        return "function_call" if is_call and self._is_older else text.finish_reason
+
+
+def _chunk(head: Head, choices: list[ChatDelta], usage: UsageView | None = None) -> ChatChunk:
+    return ChatChunk(id=_id(head), choices=choices, created=head.created, model=head.model, usage=usage)
+
+
+def _id(head: Head) -> str:
+    return f"chatcmpl-{head.job_id}"
+
+
+def _messages(fields: ChatFields) -> list[dict[str, Any]]:
+    """With the calls and answers of older clients in the newer form."""
+    found: list[dict[str, Any]] = []
+    for message in fields.messages:
+        if message.get("role") == "function":
+            message = {**message, "role": "tool"}
+        elif isinstance(call := message.get("function_call"), dict):
+            others = {name: value for name, value in message.items() if name != "function_call"}
+            message = {**others, "tool_calls": [{"type": "function", "function": call}]}
+        found.append(message)
+    return found
+
+
+def _tools(fields: ChatFields) -> list[dict[str, Any]]:
+    """The tools of a request; none where they must not be called. Raises InvalidInput for both forms at once, and for a
+    choice that is not obeyed."""
+    if fields.tools and fields.functions:
+        raise InvalidInput("Found tools and functions. Expected one of both")
+    choice = fields.function_call if fields.functions else fields.tool_choice
+    if choice not in (None, "auto", "none"):
+        raise InvalidInput("tool_choice: found another value than auto and none. Expected one of both")
+    if choice == "none":
+        return []
+    return fields.tools or [{"type": "function", "function": function} for function in fields.functions or []]
+
+
+def _structure(fields: ChatFields) -> dict[str, Any]:
+    """response_format as a field of SamplingParams. Raises InvalidInput for a kind that is unknown."""
+    wish = fields.response_format or {"type": "text"}
+    kind = wish.get("type")
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"json_schema": {"type": "object"}}
+    schema = wish.get("json_schema")
+    if kind == "json_schema" and isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
+        return {"json_schema": schema["schema"]}
+    raise InvalidInput(
+        "response_format: found another form. Expected type text, json_object, or json_schema with json_schema.schema"
+    )

@@ -1,0 +1,141 @@
+"""What model.yaml says of a package of format `generate`, and the signature that all such packages have.
+
+    model.yaml, format: generate -> with_signature: inputs, outputs, streams -> ModelSpec
+               section generate  -> Generation: the options of the engine
+
+Pure values: no file is read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from penstock.registry.package.spec_sections import Section
+from penstock.registry.tensors import Array
+
+__all__ = [
+    "GENERATE",
+    "MESSAGES",
+    "MOST_SEATS",
+    "PROFILES",
+    "PROMPT",
+    "SAMPLING",
+    "TOKEN_IDS",
+    "TOOLS",
+    "Generation",
+    "example_inputs",
+    "with_signature",
+]
+
+PROMPT: Final = "prompt"
+TOKEN_IDS: Final = "prompt_token_ids"  # noqa: S105 - the name of an input
+MESSAGES: Final = "messages"
+TOOLS: Final = "tools"
+SAMPLING: Final = "sampling_params"
+
+GENERATE: Final = "generate"
+"""The format whose model writes text, token by token."""
+MOST_SEATS: Final = 64
+"""Each running request has a thread of the worker."""
+_MOST_URGENT: Final = 16
+_MOST_TOKENS: Final = 1 << 20
+PROFILES: Final[dict[str, dict[str, Any]]] = {
+    "gpu": {"max_model_len": 4096, "max_num_seqs": 32, "page_size": 64},
+    "memory_constrained": {"max_model_len": 2048, "max_num_seqs": 8, "page_size": 32, "kv_cache_mb": 64.0},
+}
+"""Values that a package takes together. Its own values come first."""
+_INPUTS: Final = (
+    {"name": PROMPT, "dtype": "string", "shape": [1], "optional": True},
+    {"name": TOKEN_IDS, "dtype": "int64", "shape": [1, "prompt_tokens"], "optional": True},
+    {"name": MESSAGES, "dtype": "string", "shape": [1], "optional": True},
+    {"name": TOOLS, "dtype": "string", "shape": [1], "optional": True},
+    {"name": SAMPLING, "dtype": "string", "shape": [1], "optional": True},
+)
+_OUTPUTS: Final = (
+    {"name": "text", "dtype": "string", "shape": ["choices"]},
+    {"name": "token_ids", "dtype": "int64", "shape": ["choices", "tokens"]},
+    {"name": "finish_reason", "dtype": "string", "shape": ["choices"]},
+    {"name": "usage", "dtype": "int64", "shape": [3]},
+    {"name": "logprobs", "dtype": "string", "shape": ["choices"]},
+    {"name": "message", "dtype": "string", "shape": ["choices"]},
+)
+
+
+class Generation(Section):
+    """The engine of a `generate` package. null: as the engine says."""
+
+    profile: Literal["gpu", "memory_constrained"] | None = None
+    """Values that are taken together: max_model_len, max_num_seqs, page_size, kv_cache_mb."""
+    max_model_len: Annotated[int | None, Field(ge=2, le=_MOST_TOKENS)] = None
+    """Most tokens of a prompt and its output together; null: as many as the model knows positions."""
+    max_num_seqs: Annotated[int, Field(ge=1, le=MOST_SEATS)] = 16
+    """Most requests that run at a time."""
+    max_num_batched_tokens: Annotated[int, Field(ge=1, le=_MOST_TOKENS)] = 512
+    """Most tokens of a step; a longer prompt is computed in chunks, beside the other requests."""
+    page_size: Annotated[int, Field(ge=1, le=_MOST_TOKENS)] = 16
+    """Tokens in a page of keys and values."""
+    kv_cache_mb: Annotated[float, Field(gt=0)] = 256.0
+    """Megabytes of all pages together."""
+    enable_prefix_caching: bool = True
+    """Whether requests of one tenant with equal beginnings share pages."""
+    prefix_cache_capacity: Annotated[float, Field(ge=0, le=1)] = 0.3
+    """The largest share of the pages that is kept for later requests."""
+    ageing_steps: Annotated[int, Field(ge=1)] = 256
+    """Steps after which a waiting request rises by one priority."""
+    packed_linears: Literal["auto", "on", "off"] = "auto"
+    """Weights in oneDNN's layout; auto: where they are measured to be faster."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _takes_profile(cls, fields: Any) -> Any:
+        name = fields.get("profile") if isinstance(fields, Mapping) else None
+        values = PROFILES.get(name, {}) if isinstance(name, str) else {}
+        return {**values, **fields} if values else fields
+
+    @model_validator(mode="after")
+    def _has_a_token_for_each(self) -> Generation:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens: found {self.max_num_batched_tokens}, expected at least max_num_seqs, "
+                f"{self.max_num_seqs}: each running request needs a token of the step"
+            )
+        return self
+
+    @property
+    def urgent_seats(self) -> int:
+        """Jobs beyond `max_num_seqs` that a worker takes where they are more urgent than a running one."""
+        return min(self.max_num_seqs, _MOST_URGENT)
+
+    def engine_options(self) -> dict[str, Any]:
+        """The options by the names of `Engine.from_pretrained`."""
+        return self.model_dump(exclude={"profile"})
+
+
+def example_inputs() -> dict[str, Array]:
+    """A job that every model can run: a prompt of one token, and one token of text."""
+    return {
+        TOKEN_IDS: np.zeros((1, 1), np.int64),
+        SAMPLING: np.array(['{"max_tokens": 1, "temperature": 0}'], object),
+    }
+
+
+def with_signature(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `generate` package with its inputs and outputs, which are always the same.
+
+    Raises ValueError where the package declares its own.
+    """
+    own = {"inputs": _INPUTS, "outputs": _OUTPUTS}
+    for name, tensors in own.items():
+        if name in fields and not _is_like(fields[name], tensors):
+            raise ValueError(f"{name}: found some, expected none for format {GENERATE}: it has {name} of its own")
+    return {**fields, **own, "streams": True}
+
+
+def _is_like(given: Any, own: tuple[dict[str, Any], ...]) -> bool:
+    """Whether these are the tensors as a stored spec has them."""
+    names = [one.get("name") for one in given if isinstance(one, Mapping)] if isinstance(given, list | tuple) else []
+    return names == [one["name"] for one in own]

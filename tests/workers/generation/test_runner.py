@@ -1,0 +1,99 @@
+"""The thread that owns an engine: who gets what, and who is not disturbed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.registry.errors import InvalidInput, ModelNotReady
+from penstock.workers.generation.outputs import RequestOutput
+from penstock.workers.generation.request import Delivered
+from penstock.workers.generation.runner import EngineRunner, Ticket, Wish
+from tests.workers.generation.architectures import decoder
+from tests.workers.generation.engines import GREEDY, open_engine, prompts_of
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def runner() -> Iterator[EngineRunner]:
+    runner = EngineRunner(open_engine(decoder("Llama"), kv_cache_mb=4, max_num_seqs=2))
+    yield runner
+    runner.stop()
+
+
+def tokens_of(ticket: Ticket) -> tuple[int, ...]:
+    """The whole text of a request."""
+    output = ticket.next(PATIENCE_S)
+    assert output is not None
+    assert output.finished
+    return output.outputs[0].token_ids
+
+
+def test_sink_gets_every_token_once(runner: EngineRunner):
+    """In order; the ticket has the last output only."""
+    seen: dict[str, list[int]] = {}
+
+    def sink(output: RequestOutput) -> bool:
+        seen.setdefault(output.request_id, []).extend(output.delta_token_ids)
+        return False
+
+    wishes = [Wish(str(number), prompt, GREEDY, sink=sink) for number, prompt in enumerate(prompts_of(5, 9, 3, 7))]
+    tickets = [runner.open(wish) for wish in wishes]
+    assert {ticket.wish.request_id: list(tokens_of(ticket)) for ticket in tickets} == seen
+
+
+def test_request_continues_behind_what_was_delivered(runner: EngineRunner):
+    """From any token on, also behind the last one: the same text, and only the rest is handed out."""
+    (prompt,) = prompts_of(6)
+    whole = tokens_of(runner.open(Wish("whole", prompt, GREEDY)))
+    for number in (1, 7, len(whole)):
+        seen: list[int] = []
+
+        def sink(output: RequestOutput, seen: list[int] = seen) -> bool:
+            seen.extend(output.delta_token_ids)
+            return False
+
+        wish = Wish(f"from-{number}", prompt, GREEDY, delivered=Delivered(whole[:number]), sink=sink)
+        assert tokens_of(runner.open(wish)) == whole
+        assert seen == list(whole[number:])
+
+
+def test_bad_request_and_bad_sink_end_alone(runner: EngineRunner):
+    """Their own tickets raise; others go on."""
+
+    def refuses(_: RequestOutput) -> bool:
+        raise ValueError("no more")
+
+    bad = runner.open(Wish("bad", [10**6], GREEDY))
+    refused = runner.open(Wish("refused", [1], GREEDY, sink=refuses))
+    good = runner.open(Wish("good", [1, 2], GREEDY))
+    with pytest.raises(InvalidInput, match="as a token"):
+        bad.next(PATIENCE_S)
+    with pytest.raises(ValueError, match="no more"):
+        refused.next(PATIENCE_S)
+    assert len(tokens_of(good)) == GREEDY.max_tokens
+
+
+def test_failed_step_fails_the_requests_of_its_moment(runner: EngineRunner, monkeypatch: pytest.MonkeyPatch):
+    """The next request runs, and every page came back."""
+
+    def fails() -> None:
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(runner.engine, "advance", fails)
+        with pytest.raises(MemoryError, match="no room"):
+            runner.open(Wish("first", [1, 2, 3], GREEDY)).next(PATIENCE_S)
+    assert len(tokens_of(runner.open(Wish("second", [1, 2, 3], GREEDY)))) == GREEDY.max_tokens
+    assert runner.engine.stats().pages_used == 0
+
+
+def test_closed_request_leaves_the_engine(runner: EngineRunner):
+    """Its seat is free, and a stopped runner takes no more."""
+    runner.open(Wish("closed", [1, 2, 3], GREEDY)).close()
+    assert len(tokens_of(runner.open(Wish("next", [1], GREEDY)))) == GREEDY.max_tokens
+    runner.stop()
+    with pytest.raises(ModelNotReady):
+        runner.open(Wish("late", [1], GREEDY))

@@ -1,0 +1,40 @@
+"""A request with a time to end: it ends as it is, and the others go on. The clock is an argument."""
+
+from __future__ import annotations
+
+from penstock.registry.sampling_params import SamplingParams
+from penstock.workers.generation import Config, Engine
+from penstock.workers.generation.model import wrap_decoder
+from tests.workers.generation.architectures import decoder
+from tests.workers.generation.engines import prompts_of
+
+
+def test_a_request_ends_at_its_time():
+    """ES-061: with the tokens that it has, whether it runs or waits; its pages come back."""
+    now = [100.0]
+    config = Config.from_options({"max_num_seqs": 1, "kv_cache_mb": 2, "packed_linears": "off"})
+    engine = Engine(wrap_decoder(decoder("Llama"), None, None), config, clock=lambda: now[0])
+    (prompt,) = prompts_of(9)
+    params = {"temperature": 0, "max_tokens": 20}
+    (whole,) = engine.generate([prompt], params)
+    for name in ("runs", "waits"):
+        engine.add_request(name, prompt, SamplingParams.from_mapping({**params, "timeout_s": 5}))
+    engine.add_request("free", prompt, params)
+    now[0] = 104.9
+    for _ in range(3):
+        engine.step()
+    now[0] = 105.0
+    ended = {}
+    while engine.has_unfinished_requests:
+        for output in engine.step():
+            if output.finished:
+                ended[output.request_id] = output.outputs[0]
+    assert {name: each.finish_reason for name, each in ended.items()} == {
+        "runs": "timeout",
+        "waits": "timeout",
+        "free": "length",
+    }
+    assert ended["runs"].token_ids == whole.outputs[0].token_ids[:3]
+    assert ended["waits"].token_ids == ()
+    assert ended["free"].token_ids == whole.outputs[0].token_ids
+    assert engine.stats().pages_used == 0

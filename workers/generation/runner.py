@@ -1,0 +1,263 @@
+"""The thread that owns an engine: jobs join and leave between its steps, and a second thread hands their outputs over.
+
+    model threads -- open --> incoming --> engine: add, step, step --> delivery thread --> Wish.sink: each output
+                  -- close -> abort, before the next step                             '--> Ticket.next: the last one
+
+A job's own thread sleeps until its request has ended. Waking each of them for each output would take the lock of
+Python from the engine hundreds of times a second.
+
+Texts are decoded and handed over in intervals: the first token of each at once, later ones of all together. An
+exception of a step fails the requests of that moment, and no later one.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Final
+
+from penstock.registry.errors import ModelNotReady
+from penstock.registry.queues import PriorityName
+from penstock.registry.sampling_params import SamplingParams
+from penstock.workers.generation.chat import ChatPrompt
+from penstock.workers.generation.engine import Engine, Prompt
+from penstock.workers.generation.outputs import RequestOutput
+from penstock.workers.generation.request import Delivered, GenerationRequest
+from penstock.workers.generation.text_group import has_news, is_finished, output
+from penstock.workers.observe.metrics import GenerationFigures
+
+__all__ = ["EngineRunner", "Ticket", "Wish"]
+
+logger = logging.getLogger("penstock.runtime")
+
+_DELIVER_S: Final = 0.06
+"""Between two outputs of one request. The eye reads no faster, and each output costs as much as a small step."""
+_JOIN_S: Final = 10.0
+_MOST_TIMES: Final = 4096
+"""That wait to be reported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """One request, as a job asks for it."""
+
+    request_id: str
+    prompt: Prompt | ChatPrompt
+    params: SamplingParams
+    priority: PriorityName = "normal"
+    tenant: str = ""
+    delivered: Delivered | None = None
+    sink: Callable[[RequestOutput], bool] | None = None
+    """Called on the delivery thread with each output. It returns whether the job's own thread is to look, and its
+    error ends the request."""
+
+
+class Ticket:
+    """The way of one request's end to the thread that waits for it."""
+
+    def __init__(self, wish: Wish, close: Callable[[Ticket], None]) -> None:
+        self.wish: Final = wish
+        self.request: GenerationRequest | None = None
+        """None until the engine has it. The runner's thread owns it."""
+        self.opened_at = 0.0
+        self.handed_at = 0.0
+        """When the last output was handed over, in seconds of the runner's clock; 0: none was."""
+        self.handed_tokens = 0
+        self._close: Final = close
+        self._outputs: Final[SimpleQueue[RequestOutput | BaseException]] = SimpleQueue()
+
+    def next(self, timeout_s: float) -> RequestOutput | None:
+        """The last output, or one at which to look; None after the time. Raises what ended the request instead."""
+        try:
+            found = self._outputs.get(timeout=timeout_s)
+        except Empty:
+            return None
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def put(self, found: RequestOutput | BaseException) -> None:
+        """Hands an output over, or the error that ends the request."""
+        self._outputs.put(found)
+
+    def close(self) -> None:
+        """Nobody waits any more: what is left of the request is aborted, and its pages are free for the next step."""
+        self._close(self)
+
+
+class EngineRunner:
+    """Computes an engine's steps while there are requests. For any thread.
+
+    begin: called on the runner's thread before its first step. clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        begin: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engine: Final = engine
+        self.turns = 0
+        """How often a step has ended: a runner whose number stands still while requests run hangs."""
+        self._begin: Final = begin
+        self._clock: Final = clock
+        self._tickets: dict[str, Ticket] = {}
+        """Those whose requests the engine has."""
+        self._incoming: deque[Ticket] = deque()
+        self._leaving: deque[Ticket] = deque()
+        self._has_news: Final = threading.Condition()
+        self._deliver_at = 0.0
+        """When the next outputs are handed over. Together, their events are one write."""
+        self._stats = engine.stats()
+        """After the last step: the engine's lock is held while a step runs."""
+        self._first_token_s: Final[deque[float]] = deque(maxlen=_MOST_TIMES)
+        self._inter_token_s: Final[deque[float]] = deque(maxlen=_MOST_TIMES)
+        self._is_stopping = False
+        self._deliveries: Final[SimpleQueue[list[tuple[Ticket, RequestOutput]] | None]] = SimpleQueue()
+        self._delivery = threading.Thread(target=self._hand_over, name="delivery", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+        self._delivery.start()
+        self._thread.start()
+
+    def open(self, wish: Wish) -> Ticket:
+        """The request joins before the next step. Raises ModelNotReady after `stop`."""
+        ticket = Ticket(wish, self._leave)
+        ticket.opened_at = self._clock()
+        with self._has_news:
+            if self._is_stopping:
+                raise ModelNotReady("The engine was stopped")
+            self._incoming.append(ticket)
+            self._has_news.notify()
+        return ticket
+
+    def stop(self) -> None:
+        """Ends the thread after the step that runs. Requests that are left end with ModelNotReady."""
+        with self._has_news:
+            self._is_stopping = True
+            self._has_news.notify()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_S)
+
+    def take_figures(self) -> GenerationFigures:
+        """The counts of the engine, and the times since the last call."""
+        stats = self._stats
+        first, between = self._first_token_s, self._inter_token_s
+        return GenerationFigures(
+            stats.waiting,
+            stats.running,
+            stats.preemptions,
+            stats.prompt_tokens_computed,
+            stats.tokens_generated,
+            stats.pages_used,
+            stats.pages_cached,
+            stats.pages_total,
+            stats.prefix_tokens_queried,
+            stats.prefix_tokens_found,
+            [first.popleft() for _ in range(len(first))],
+            [between.popleft() for _ in range(len(between))],
+        )
+
+    def _leave(self, ticket: Ticket) -> None:
+        with self._has_news:
+            self._leaving.append(ticket)
+            self._has_news.notify()
+
+    def _serve(self) -> None:
+        self._begin()
+        while self._take_in():
+            try:
+                self.engine.advance()
+            except BaseException as error:  # a model may raise anything
+                logger.warning("a step of generation failed", extra={"requests": len(self._tickets)}, exc_info=True)
+                self._fail_all(error)
+            self.turns += 1
+            self._stats = self.engine.stats()
+            self._deliver()
+        self._fail_all(ModelNotReady("The engine was stopped"))
+        self._deliveries.put(None)
+
+    def _take_in(self) -> bool:
+        """Let requests join and leave; waits while there are none. Returns False to end."""
+        with self._has_news:
+            while not (self._incoming or self._leaving or self._tickets or self._is_stopping):
+                self._has_news.wait()
+            incoming, leaving = [*self._incoming], [*self._leaving]
+            self._incoming.clear()
+            self._leaving.clear()
+            if self._is_stopping:
+                for ticket in incoming:
+                    ticket.put(ModelNotReady("The engine was stopped"))
+                return False
+        for ticket in incoming:
+            self._join(ticket)
+        for ticket in leaving:
+            if self._tickets.get(ticket.wish.request_id) is ticket:
+                del self._tickets[ticket.wish.request_id]
+                self.engine.abort(ticket.wish.request_id)
+        return True
+
+    def _join(self, ticket: Ticket) -> None:
+        wish = ticket.wish
+        try:
+            ticket.request = self.engine.open(
+                wish.request_id,
+                wish.prompt,
+                wish.params,
+                priority=wish.priority,
+                tenant=wish.tenant,
+                delivered=wish.delivered,
+            )
+        except Exception as error:
+            # Such as InvalidInput: this request alone cannot run.
+            ticket.put(error)
+            return
+        self._tickets[wish.request_id] = ticket
+
+    def _deliver(self) -> None:
+        now = self._clock()
+        if is_due := now >= self._deliver_at:
+            self._deliver_at = now + _DELIVER_S
+        outputs: list[tuple[Ticket, RequestOutput]] = []
+        for ticket in [*self._tickets.values()]:
+            request = ticket.request
+            if request is None or not has_news(request):
+                continue
+            has_ended = is_finished(request)
+            if is_due or has_ended or not ticket.handed_at:
+                self._time(ticket, request.num_generated, now)
+                outputs.append((ticket, output(request)))
+            if has_ended:
+                del self._tickets[ticket.wish.request_id]
+        if outputs:
+            self._deliveries.put(outputs)
+
+    def _time(self, ticket: Ticket, tokens: int, now: float) -> None:
+        if not ticket.handed_at:
+            self._first_token_s.append(now - ticket.opened_at)
+        elif (new := tokens - ticket.handed_tokens) > 0:
+            self._inter_token_s.append((now - ticket.handed_at) / new)
+        ticket.handed_at, ticket.handed_tokens = now, tokens
+
+    def _hand_over(self) -> None:
+        while (outputs := self._deliveries.get()) is not None:
+            for ticket, found in outputs:
+                sink = ticket.wish.sink
+                try:
+                    wakes = sink(found) if sink is not None else False
+                except BaseException as error:  # only this request is concerned
+                    ticket.put(error)
+                    continue
+                if wakes or found.finished:
+                    ticket.put(found)
+
+    def _fail_all(self, error: BaseException) -> None:
+        for request_id, ticket in self._tickets.items():
+            self.engine.abort(request_id)
+            ticket.put(error)
+        self._tickets.clear()

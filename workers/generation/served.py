@@ -1,0 +1,288 @@
+"""Packages of format `generate`: decoders of transformers that write text, batched continuously.
+
+    job, on its model thread: inputs -> Wish -> EngineRunner --> the whole text
+                                                 '--> chunks: text, token_ids, on the thread that delivers for all jobs
+
+Each running job has a model thread that waits for its end; one thread of the runner computes the steps of all. A job
+whose events were delivered in part by another worker continues behind them.
+
+Importing this module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
+
+import numpy as np
+
+from penstock.registry.errors import ConfigurationError, InputRefused, InvalidInput, ModelError, NonFiniteOutput
+from penstock.registry.generation_inputs import read_chat, read_params
+from penstock.registry.package import Package
+from penstock.registry.package.generation import MESSAGES, PROMPT, TOKEN_IDS, example_inputs
+from penstock.registry.package.manifest import Manifest
+from penstock.registry.queues import PriorityName
+from penstock.registry.sampling_params import SamplingParams
+from penstock.registry.tensors import Array
+from penstock.workers.generation.chat import ChatPrompt, chat_output, parser_of
+from penstock.workers.observe.metrics import GenerationFigures
+from penstock.workers.runtime.base import Prepared, StreamContext
+from penstock.workers.runtime.loading import LoadOptions, NullContext, PackageRuntime
+
+if TYPE_CHECKING:
+    from penstock.workers.generation.engine import Prompt
+    from penstock.workers.generation.outputs import ChatMessage, RequestOutput
+    from penstock.workers.generation.request import Delivered
+    from penstock.workers.generation.runner import EngineRunner
+
+__all__ = ["GenerateRuntime", "ResumableContext"]
+
+_LOOK_S: Final = 0.5
+"""A job that gets no output looks so often whether it was cancelled."""
+_PRECISIONS: Final = {"auto": "fp32", "fp32": "fp32", "bf16": "bf16"}
+_CONTENT: Final = "content_hash"
+
+
+@runtime_checkable
+class ResumableContext(StreamContext, Protocol):
+    """The context of a job that can go on where another worker stopped."""
+
+    @property
+    def priority(self) -> PriorityName:
+        """The priority of the job."""
+
+    def chunk(self, values: Mapping[str, Array], /) -> None:
+        """Sends values to subscribers."""
+
+    def alive(self) -> None:
+        """Shows progress without an event."""
+
+    def earlier_chunks(self) -> list[dict[str, Array]] | None:
+        """The chunks that an earlier run of the job has delivered; None: none, or not all of them are known."""
+
+    def resume(self) -> None:
+        """The events to come continue those of the earlier run."""
+
+
+class GenerateRuntime(PackageRuntime):
+    """Runs a decoder in an engine of its own."""
+
+    def __init__(self, package: Package, options: LoadOptions | None = None) -> None:
+        super().__init__(package, options)
+        self._runner: EngineRunner | None = None
+
+    def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
+        """One job."""
+        (inputs,) = jobs
+        return Prepared(1, inputs)
+
+    def run(self, prepared: Prepared) -> dict[str, Array]:
+        """The outputs of a job, without its chunks."""
+        steps = self.stream(prepared.payload, NullContext())
+        try:
+            while True:
+                next(steps)
+        except StopIteration as end:
+            outputs: dict[str, Array] = end.value
+            return outputs
+
+    def stream(
+        self, inputs: Mapping[str, Array], context: StreamContext
+    ) -> Generator[dict[str, Array], None, dict[str, Array]]:
+        """Nothing, then the whole text: chunks with new text and tokens go to the context from another thread.
+
+        Raises NonFiniteOutput where logits are not finite.
+        """
+        from penstock.workers.generation.runner import Wish
+
+        runner = self._loaded
+        try:
+            params, prompt = read_params(inputs), _prompt(inputs)
+        except InvalidInput as error:
+            raise InputRefused(str(error)) from None
+        wish = Wish(context.job_id or _WARM_UP, prompt, _seeded(params, context.job_id), tenant=context.tenant)
+        # Several texts come at the end, and a worker that takes their job over writes them anew.
+        if isinstance(context, ResumableContext) and params.num_candidates == 1:
+            delivered = self._delivered(context, params)
+            sink = _Sink(context, params, "" if delivered else self.content_hash)
+            wish = replace(wish, priority=context.priority, delivered=delivered, sink=sink)
+        ticket, turns = runner.open(wish), -1
+        try:
+            yield from ()
+            while (output := ticket.next(_LOOK_S)) is None or not output.finished:
+                if context.is_cancelled:
+                    return {}
+                # A runner whose turns stand still hangs, and the limit of the forward counts.
+                if isinstance(context, ResumableContext) and runner.turns != turns:
+                    context.alive()
+                turns = runner.turns
+            return self._answer(output, prompt, context.job_id)
+        except InvalidInput as error:
+            raise InputRefused(str(error)) from None
+        finally:
+            ticket.close()
+
+    def take_figures(self) -> GenerationFigures | None:
+        """The figures of the engine, with the times since the last call; None until it is loaded."""
+        return None if self._runner is None else self._runner.take_figures()
+
+    @property
+    def _loaded(self) -> EngineRunner:
+        if self._runner is None:
+            raise self._not_loaded()
+        return self._runner
+
+    def _build(self, manifest: Manifest, device: str, threads: int) -> int:
+        import torch
+
+        from penstock.workers.generation.config import Config
+        from penstock.workers.generation.engine import Engine
+        from penstock.workers.generation.runner import EngineRunner
+
+        spec = self.spec
+        if spec.generate is None:
+            raise ConfigurationError(f"{spec.reference}: generate: missing, expected the options of an engine")
+        precision = _PRECISIONS.get(self.precision)
+        if precision is None:
+            raise ConfigurationError(f"{spec.reference}: precision: found {self.precision}, expected fp32 or bf16")
+        options = {**spec.generate.engine_options(), "precision": precision}
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            engine = Engine.from_pretrained(self._package.source_folder(), Config.from_options(options))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{spec.reference}: {error}") from None
+        finally:
+            torch.set_num_threads(before)
+        self._runner = EngineRunner(engine, lambda: torch.set_num_threads(threads))
+        weights = sum(one.numel() * one.element_size() for one in engine.decoder.model.parameters())
+        return int(weights + spec.generate.kv_cache_mb * 1e6)
+
+    def _release(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.stop()
+
+    def _example(self, rows: int, length: int) -> dict[str, Array]:
+        """See example_inputs: it has no free dimension."""
+        return example_inputs()
+
+    def _answer(self, output: RequestOutput, prompt: Prompt | ChatPrompt, job_id: str) -> dict[str, Array]:
+        choices = output.outputs
+        messages, reasons = [""] * len(choices), [str(one.finish_reason) for one in choices]
+        if isinstance(prompt, ChatPrompt):
+            found = chat_output(output, parser_of(self._loaded.engine.decoder.tokenizer, prompt), prompt.tool_names)
+            messages = [_message_json(one, f"{job_id}{index}") for index, one in enumerate(found.messages)]
+            reasons = [str(one.finish_reason) for one in found.messages]
+        if any(one.finish_reason == "error" for one in choices):
+            raise NonFiniteOutput("The logits contain NaN or infinity. Expected finite numbers")
+        longest = max(len(one.token_ids) for one in choices)
+        tokens = np.full((len(choices), longest), -1, np.int64)
+        for row, one in enumerate(choices):
+            tokens[row, : len(one.token_ids)] = one.token_ids
+        usage = output.usage
+        return {
+            "text": np.array([one.text for one in choices], object),
+            "token_ids": tokens,
+            "finish_reason": np.array(reasons, object),
+            "usage": np.array([usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens], np.int64),
+            "logprobs": np.array([_logprobs_text(one.logprobs) for one in choices], object),
+            "message": np.array(messages, object),
+        }
+
+    def _delivered(self, context: ResumableContext, params: SamplingParams) -> Delivered | None:
+        """What an earlier run has delivered. From here on, this run continues it."""
+        from penstock.workers.generation.request import Delivered
+
+        chunks = context.earlier_chunks()
+        if not chunks or _CONTENT not in chunks[0] or str(chunks[0][_CONTENT]) != self.content_hash:
+            return None
+        try:
+            tokens = [int(token) for chunk in chunks for token in chunk["token_ids"].tolist()]
+            characters = sum(len(str(chunk["text"])) for chunk in chunks)
+            logprobs = [one for chunk in chunks for one in _read_logprobs(chunk)] if params.logprobs is not None else []
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise ModelError("The delivered events are not those of a text. Expected chunks of text") from error
+        context.resume()
+        return Delivered(tokens, characters, logprobs)
+
+
+_WARM_UP: Final = "warm-up"
+
+
+class _Sink:
+    """Sends the outputs of one request as chunks. The first chunk of a text names the model's content, so that no other
+    model continues it."""
+
+    def __init__(self, context: ResumableContext, params: SamplingParams, begins_with: str) -> None:
+        self._context = context
+        self._has_logprobs = params.logprobs is not None
+        self._begins_with = begins_with
+
+    def __call__(self, output: RequestOutput) -> bool:
+        if self._context.is_cancelled:
+            return True
+        if output.delta_text or output.delta_token_ids:
+            chunk = _chunk(output, self._has_logprobs)
+            if self._begins_with:
+                chunk[_CONTENT] = _text(self._begins_with)
+                self._begins_with = ""
+            self._context.chunk(chunk)
+        return False
+
+
+def _prompt(inputs: Mapping[str, Array]) -> Prompt | ChatPrompt:
+    if (chat := read_chat(inputs)) is not None:
+        return ChatPrompt(*chat)
+    if (text := inputs.get(PROMPT)) is not None:
+        return str(text[0])
+    if (tokens := inputs.get(TOKEN_IDS)) is not None:
+        return [int(token) for token in tokens[0].tolist()]
+    raise InvalidInput(f"Found no prompt. Expected one of the inputs {PROMPT}, {TOKEN_IDS} and {MESSAGES}")
+
+
+def _message_json(message: ChatMessage, id_stem: str) -> str:
+    """A message of the assistant in OpenAI's form. id_stem: what the ids of its calls begin with."""
+    calls = [
+        {
+            "id": f"call_{id_stem}_{index}",
+            "type": "function",
+            "function": {"name": one.name, "arguments": one.arguments},
+        }
+        for index, one in enumerate(message.tool_calls)
+    ]
+    plain: dict[str, Any] = {"role": "assistant", "content": message.content}
+    return json.dumps({**plain, "tool_calls": calls} if calls else plain, ensure_ascii=False)
+
+
+def _seeded(params: SamplingParams, job_id: str) -> SamplingParams:
+    """The seed of a job that names none comes from its id: a worker that takes the job over draws the same tokens."""
+    if params.seed is not None or not job_id:
+        return params
+    return replace(params, seed=int.from_bytes(hashlib.sha256(job_id.encode()).digest()[:8], "big"))
+
+
+def _text(value: str) -> Array:
+    return np.array(value, object)
+
+
+def _chunk(output: RequestOutput, has_logprobs: bool) -> dict[str, Array]:
+    chunk = {"text": _text(output.delta_text), "token_ids": np.array(output.delta_token_ids, np.int64)}
+    if has_logprobs and output.outputs[0].logprobs is not None:
+        new = len(output.delta_token_ids)
+        logprobs = output.outputs[0].logprobs
+        chunk["logprobs"] = _text(_logprobs_text(logprobs[len(logprobs) - new :]))
+    return chunk
+
+
+def _logprobs_text(logprobs: Sequence[Mapping[int, float]] | None) -> str:
+    if logprobs is None:
+        return ""
+    return json.dumps([{str(token): value for token, value in at.items()} for at in logprobs])
+
+
+def _read_logprobs(chunk: Mapping[str, Any]) -> list[dict[int, float]]:
+    return [{int(token): float(value) for token, value in at.items()} for at in json.loads(str(chunk["logprobs"]))]
