@@ -37,11 +37,11 @@ class Stage(NamedTuple):
     folder: Path
     engine: Engine
 
-    def worker(self, name: str) -> WorkerProcess:
+    def worker(self, name: str, **environment: str) -> WorkerProcess:
         """One more worker, ready."""
         folder = self.folder / name
         folder.mkdir()
-        return WorkerProcess(self.server, self.root, folder, name=f"{name}@test").start()
+        return WorkerProcess(self.server, self.root, folder, name=f"{name}@test", environment=environment).start()
 
     def expected(self, prompt: str, params: SamplingParams, job_id: str = "") -> str:
         """The text of an engine that nothing disturbs."""
@@ -237,3 +237,24 @@ def test_stream_outlives_its_worker(stage: Stage, fault: str, worker: WorkerProc
         again = _read(jobs[0])
         assert again[:2] == found[0][:2]
     first.stop()
+
+
+@pytest.mark.slow
+def test_stream_outlives_the_stop_of_its_worker(stage: Stage, worker: WorkerProcess):
+    """A worker that stops in order gives back what it cannot end in time, and the next one goes on with it."""
+    worker.freeze()
+    first = stage.worker("stopped", PENSTOCK_INFERENCE_QUEUE_DRAIN_GRACE_S="0.1")
+    params = replace(GREEDY, max_tokens=LONG - 100)
+    with Client(stage.server.url) as client, ThreadPoolExecutor(1) as pool:
+        job = client.submit("scribe", {"prompt": "x"}, options=params)
+        read = pool.submit(_read, job)
+        wait_until(lambda: _begun(stage, [job]) == 1, PATIENCE_S, "the stream has begun")
+        first.terminate()
+        first.wait(PATIENCE_S)
+        worker.thaw()
+        text, tokens, kinds = read.result(PATIENCE_S)
+        result = job.result(PATIENCE_S)
+        assert (text, tokens) == (result["text"][0], result["token_ids"][0].tolist())
+        assert len(tokens) == LONG - 100
+        assert "reset" not in kinds
+        assert _resumed(stage, [job]) == 1

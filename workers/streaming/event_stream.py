@@ -69,10 +69,8 @@ class EventStream:
     def earlier_chunks(self) -> list[dict[str, Array]] | None:
         """The chunks that earlier runs of the job have delivered; None: none, or not all of them are known.
 
-        While the broker is away, the job waits.
+        While the broker is away, the job waits. Its number of deliveries tells nothing: a release does not count.
         """
-        if self._job.delivery.attempt < 2:
-            return None
         entries = self._writer.ask(lambda: self._read(self.job_id), self._job, self._touch)
         return delivered_chunks(entries, self._job, self._keyring)
 
