@@ -29,7 +29,8 @@ from transformers import (
 
 from penstock.workers.generation import Engine, SamplingParams
 from penstock.workers.generation import verification as verification_module
-from penstock.workers.generation.sampler import SamplingRow, sample
+from penstock.workers.generation.sampler import sample
+from penstock.workers.generation.sampling_row import SamplingRow
 from penstock.workers.generation.token_history import TokenHistory
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, RepetitionPenaltyLogitsProcessor,
 
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation import Engine
-from penstock.workers.generation.sampler import SamplingRow, sample
+from penstock.workers.generation.sampler import sample
+from penstock.workers.generation.sampling_row import SamplingRow
 from penstock.workers.generation.token_history import TokenHistory
 from tests.workers.generation.architectures import decoder
 from tests.workers.generation.engines import engine_with_pages, open_engine, prompts_of, token_ids, write_model
