@@ -71,7 +71,7 @@ def test_biases_are_those_of_the_processor():
     biases = {4: 3.0, 9: -2.5, 150: 5.0}
     expected: Any = SequenceBiasLogitsProcessor([[[token], bias] for token, bias in biases.items()])(
         torch.tensor([PROMPT]),
-        logits[None].clone(),  # type: ignore[arg-type]
+        logits[None].clone(),
     )
     assert_drawn_as(expected[0] / 0.7, logits, params=SamplingParams(logit_bias=biases, temperature=0.7))
 
