@@ -5,6 +5,7 @@ Each figure is a ratio of two turns of one process, in CPU seconds of one thread
 
 from __future__ import annotations
 
+import importlib
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -28,8 +29,8 @@ from transformers import (
 )
 
 from penstock.workers.generation import Engine, SamplingParams
-from penstock.workers.generation import verification as verification_module
-from penstock.workers.generation.sampler import SamplingRow, sample
+from penstock.workers.generation.sampler import sample
+from penstock.workers.generation.sampling_row import SamplingRow
 from penstock.workers.generation.token_history import TokenHistory
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
@@ -73,7 +74,7 @@ def _sampler(scale: Scale, say: Progress) -> Row:
     for history, text in zip(histories, texts, strict=True):
         history.follow(text, 100)
     processors = [_processors(each) for each in params]
-    ids = [torch.tensor([text]) for text in texts]
+    ids: list[Any] = [torch.tensor([text]) for text in texts]
 
     def ours() -> None:
         rows = [
@@ -230,13 +231,14 @@ def _long_prompt(scale: Scale, say: Progress) -> Row:
 def _own_python(scale: Scale, say: Progress) -> Row:
     """All of a step but the model's forward and the sampler, with streams of text."""
     model, tokenizer = _model(), _tokenizer()
+    module: Any = importlib.import_module("penstock.workers.generation.verification")
     engine = Engine.from_model(model, tokenizer, max_num_seqs=_ROWS, kv_cache_mb=128)
     inner = _Spent(engine.decoder.forward)
-    sampler = _Spent(verification_module.sample)
+    sampler = _Spent(module.sample)
     shares = []
-    original = verification_module.sample
+    original = module.sample
     engine.decoder = _Forwarding(engine.decoder, inner)  # type: ignore[misc,assignment]
-    verification_module.sample = sampler  # type: ignore[assignment]
+    module.sample = sampler
     try:
         for _ in range(scale.rounds):
             names = [engine.add_request(None, _prompt(64, row), _endless(80)) for row in range(_ROWS)]
@@ -249,7 +251,7 @@ def _own_python(scale: Scale, say: Progress) -> Row:
                 engine.abort(name)
             engine.step()
     finally:
-        verification_module.sample = original
+        module.sample = original
     share = median(shares)
     say(f"generation: {share:.1%} of a step is the engine's own Python")
     return Row(

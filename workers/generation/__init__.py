@@ -22,6 +22,7 @@ text_group       the texts of one request -> its output
 token_rules      parameters -> tokens that may come
 structure        the form of a text -> tokens that may come next
 token_history    tokens counted for penalties
+sampling_row     how one token is chosen
 logit_changes    penalties, biases, forbidden tokens
 sampler, noise   logits -> tokens
 speculation      the text so far -> guesses of the next tokens

@@ -8,13 +8,12 @@ Importing this module imports torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from penstock.workers.generation.sampler import SamplingRow
+from penstock.workers.generation.sampling_row import SamplingRow
 
 __all__ = ["change_logits"]
 

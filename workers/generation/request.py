@@ -15,7 +15,8 @@ import torch
 
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.outputs import CompletionOutput, Delta, FinishReason
-from penstock.workers.generation.sampler import Sampled, SamplingRow, logprobs_at
+from penstock.workers.generation.sampler import Sampled, logprobs_at
+from penstock.workers.generation.sampling_row import SamplingRow
 from penstock.workers.generation.scheduler import Sequence
 from penstock.workers.generation.speculation import PromptLookup
 from penstock.workers.generation.structure import TextMatcher

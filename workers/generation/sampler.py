@@ -21,33 +21,11 @@ import torch
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.logit_changes import change_logits
 from penstock.workers.generation.noise import gumbel
-from penstock.workers.generation.token_history import TokenHistory
+from penstock.workers.generation.sampling_row import SamplingRow
 
-__all__ = ["Sampled", "SamplingRow", "logprobs_at", "sample"]
+__all__ = ["Sampled", "logprobs_at", "sample"]
 
 _PREFILTER: Final = 256
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
-    """position: of the token that is chosen, in prompt and output."""
-
-    params: SamplingParams
-    seed: int
-    position: int
-    barred: Sequence[int] = ()
-    """Tokens that may not be chosen now: few of them."""
-    forbidden: torch.Tensor | None = None
-    """(V,) bool: the same, where they are many."""
-    history: TokenHistory | None = None
-    """The tokens before this one, where they have penalties."""
-    logprobs: int | None = None
-    """So many most probable tokens are told, and the chosen one."""
-
-    @property
-    def changes_logits(self) -> bool:
-        """Whether the model's own logits do not stand as they are."""
-        return bool(self.barred or self.params.logit_bias) or self.forbidden is not None or self.history is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from penstock.workers.generation.request import GenerationRequest
-from penstock.workers.generation.sampler import Sampled, SamplingRow, sample
+from penstock.workers.generation.sampler import Sampled, sample
+from penstock.workers.generation.sampling_row import SamplingRow
 from penstock.workers.generation.scheduler import Chunk
 
 __all__ = ["sampled_tokens"]

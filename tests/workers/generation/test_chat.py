@@ -54,7 +54,7 @@ def test_another_template_may_be_given():
 
 def test_tools_and_their_calls_are_written():
     """Arguments that a client sends as JSON are values in the template; parts of a content are joined."""
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "text", "text": "Wea"}, {"type": "text", "text": "ther?"}]},
         {
             "role": "assistant",

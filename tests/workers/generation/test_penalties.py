@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, RepetitionPenaltyLogitsProcessor,
 
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation import Engine
-from penstock.workers.generation.sampler import SamplingRow, sample
+from penstock.workers.generation.sampler import sample
+from penstock.workers.generation.sampling_row import SamplingRow
 from penstock.workers.generation.token_history import TokenHistory
 from tests.workers.generation.architectures import decoder
 from tests.workers.generation.engines import engine_with_pages, open_engine, prompts_of, token_ids, write_model
@@ -70,7 +71,7 @@ def test_biases_are_those_of_the_processor():
     biases = {4: 3.0, 9: -2.5, 150: 5.0}
     expected: Any = SequenceBiasLogitsProcessor([[[token], bias] for token, bias in biases.items()])(
         torch.tensor([PROMPT]),
-        logits[None].clone(),  # type: ignore[arg-type]
+        logits[None].clone(),
     )
     assert_drawn_as(expected[0] / 0.7, logits, params=SamplingParams(logit_bias=biases, temperature=0.7))
 

@@ -17,7 +17,8 @@ from transformers import (
 
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.noise import gumbel, hash64
-from penstock.workers.generation.sampler import SamplingRow, sample
+from penstock.workers.generation.sampler import sample
+from penstock.workers.generation.sampling_row import SamplingRow
 from tests.workers.generation.architectures import decoder
 from tests.workers.generation.engines import engine_with_pages, open_engine, prompts_of, token_ids
 

@@ -89,13 +89,13 @@ def test_a_text_ends_within_right_guesses(kind):
     engine = open_engine(model, tokenizer, kv_cache_mb=4)
     free = written(plain, prompt)
     for at in range(10, 30, 4):
-        options: dict[str, Any] = {
+        kinds: dict[str, dict[str, Any]] = {
             "stop_token_ids": {"stop_token_ids": [free[at]]},
             "stop": {"stop": [tokenizer.decode(free[at : at + 3])]},
             "max_tokens": {"max_tokens": at},
             "min_tokens": {"stop_token_ids": [free[3]], "min_tokens": at},
-        }[kind]
-        params = SamplingParams.from_mapping({"temperature": 0, "max_tokens": MOST, **options})
+        }
+        params = SamplingParams.from_mapping({"temperature": 0, "max_tokens": MOST, **kinds[kind]})
         assert engine.generate([prompt], params)[0].outputs == plain.generate([prompt], params)[0].outputs
     assert engine.stats().draft_tokens_accepted >= 5
     assert engine.stats().pages_used == 0

@@ -7,7 +7,7 @@ import re
 import sys
 from typing import Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
