@@ -16,7 +16,7 @@ EXTRAS: Final = {
     "worker": ("prometheus_client",),
     "gateway": (
         *("grpc", "grpc_health", "grpc_reflection", "google.protobuf"),
-        *("gunicorn", "httptools", "prometheus_client", "uvicorn", "uvloop", "websockets"),
+        *("gunicorn", "httptools", "prometheus_client", "tokenizers", "uvicorn", "uvloop", "websockets"),
     ),
 }
 """The packages that an extra adds, by the name that is imported; [worker] and [gateway] include [cli]."""

@@ -48,6 +48,7 @@ class RunningStack:
     flower_password: str = field(default="", repr=False)
     operator_public_keys: str = ""
     gateway_url: str = ""
+    gateway_grpc: str = ""
     awaits: str = ""
 
     @property

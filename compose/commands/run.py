@@ -85,7 +85,8 @@ def up(
                 soft_wrap=True,
             )
         if running.gateway_url:
-            screen.print(f"Gateway  {running.gateway_url}")
+            grpc = f", gRPC on {running.gateway_grpc}" if running.gateway_grpc else ""
+            screen.print(f"Gateway  {running.gateway_url}{grpc}")
         screen.print(f"Logs     {stack.log_folder}")
         _print_first_call(screen, running, environ.get("PENSTOCK_HOME", ""))
         screen.print("Ctrl-C stops everything. Waiting jobs are kept.")

@@ -41,9 +41,13 @@ def choose_port(wanted: int) -> int:
     return wanted
 
 
-def gateway_program(port: int, environ: Mapping[str, str], output: Path) -> Program:
-    """`penstock serve` on that port of the loopback. environ: has the broker and the signing keys."""
-    arguments = [sys.executable, "-m", "penstock", "serve", "--host", HOST, "--port", str(port)]
+def gateway_program(port: int, grpc_port: int | None, environ: Mapping[str, str], output: Path) -> Program:
+    """`penstock serve` on these ports of the loopback. environ: has the broker and the signing keys.
+
+    grpc_port: None for no gRPC.
+    """
+    grpc = ["--no-grpc"] if grpc_port is None else ["--grpc-port", str(grpc_port)]
+    arguments = [sys.executable, "-m", "penstock", "serve", "--host", HOST, "--port", str(port), *grpc]
     return Program("gateway", arguments, environ, output=output, probe=HttpProbe(port))
 
 

@@ -231,7 +231,7 @@ class LocalStack:
             str(self._keys_file(exits)),
             **self._flower_access(),
             operator_public_keys=self._operator_public_keys(),
-            gateway_url=self._gateway_url(),
+            **self._gateway_addresses(),
             awaits="Redis",
         )
         exits.callback(stack_file.remove, self._settings.home)
@@ -310,7 +310,8 @@ class LocalStack:
         return Program("flower", arguments, {**environ, **own}, output=self._log("flower"))
 
     def _gateway(self, stack: RunningStack, environ: Mapping[str, str]) -> Program:
-        return gateway_program(_port_of(stack.gateway_url), environ, self._log("gateway"))
+        grpc_port = int(stack.gateway_grpc.rpartition(":")[2]) if stack.gateway_grpc else None
+        return gateway_program(_port_of(stack.gateway_url), grpc_port, environ, self._log("gateway"))
 
     def _webhooks(self, secret: str, environ: Mapping[str, str]) -> Program:
         parse_secrets(secret)
@@ -331,16 +332,16 @@ class LocalStack:
             "flower_password": secrets.token_urlsafe(12),
         }
 
-    def _gateway_url(self) -> str:
+    def _gateway_addresses(self) -> dict[str, str]:
         if not self._with_gateway:
-            return ""
+            return {}
         if missing := missing_package("gateway"):
             self._on_progress(f"The stack has no gateway: {not_installed(missing, 'gateway')}")
-            return ""
-        port = self._gateway_port or choose_port(
-            self._settings.inference.server.port if self._gateway_port is None else 0
-        )
-        return f"http://{HOST}:{port}"
+            return {}
+        server = self._settings.inference.server
+        port = self._gateway_port or choose_port(server.port if self._gateway_port is None else 0)
+        grpc = f"{HOST}:{choose_port(server.grpc_port)}" if server.grpc_enabled else ""
+        return {"gateway_url": f"http://{HOST}:{port}", "gateway_grpc": grpc}
 
     def _child_environ(self, stack: RunningStack) -> dict[str, str]:
         return {
