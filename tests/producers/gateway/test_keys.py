@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import grpc
 import httpx
 import pytest
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
 
 from penstock.registry.api_keys import KeyLimits, ShownKey, new_api_key
 from penstock.registry.broker.redis_streams import RedisStreams
@@ -18,6 +22,7 @@ from penstock.registry.catalog.api_keys import SqlApiKeys
 from penstock.registry.queues import meter_key
 from tests.gateway_process import GatewayProcess
 from tests.producers.gateway.conftest import GatewayStack, StartGateway
+from tests.producers.gateway.rpc.conftest import INFER, Caller, infer_request
 from tests.producers.gateway.test_jobs import ROW, TWICE, job
 from tests.servers import wait_until
 
@@ -59,6 +64,7 @@ def keyed(stack: GatewayStack, tmp_path_factory: pytest.TempPathFactory) -> Iter
         "PENSTOCK_REGISTRY_URL": url,
         "PENSTOCK_INFERENCE_SERVER_API_KEYS": "required",
         "PENSTOCK_INFERENCE_UVICORN_ACCESS_LOG": "true",
+        "PENSTOCK_INFERENCE_BATCHES_MAX_OUTSTANDING": "2",
     }
     gateway = GatewayProcess(stack.server, folder, environment=environment)
     try:
@@ -365,3 +371,82 @@ def test_tokens_have_a_limit_of_their_own(keyed: Keyed):
         refused = client.post("/v1/embeddings", json=request)
     assert refused.status_code == 429
     assert "10 per minute (tokens)" in refused.json()["error"]["message"]
+
+
+# The other protocols enter by the same door
+
+
+def test_keys_over_grpc(keyed: Keyed, acme: httpx.Client, globex: httpx.Client):
+    """Metadata has the key. The job is one of its tenant; methods of monitors need no key."""
+    reader, caller = keyed.key("reader over gRPC", role="readonly"), Caller(keyed.gateway.rpc)
+    authorization = ("authorization", acme.headers["Authorization"])
+    assert caller.refusal(INFER, infer_request()).code() == grpc.StatusCode.UNAUTHENTICATED
+    denied = caller.refusal(INFER, infer_request(), metadata=[("x-api-key", reader.text)])
+    assert denied.code() == grpc.StatusCode.PERMISSION_DENIED
+    _, trailing = caller.call(INFER, infer_request(), metadata=[authorization])
+    job_id = trailing["penstock-job-id"]
+    assert [client.get(f"/v1/jobs/{job_id}").status_code for client in (acme, globex)] == [200, 404]
+    live = caller.channel.unary_unary("/inference.GRPCInferenceService/ServerLive")
+    assert live(b"", 60) is not None
+    caller.channel.close()
+
+
+def test_keys_over_websocket(keyed: Keyed, globex: httpx.Client):
+    """The handshake has the key. Each request counts for its limit, and sees the jobs of its tenant only."""
+    made = keyed.key("websocket", tenant="initech", limits=KeyLimits(requests_per_minute=4))
+    job_id = globex.post("/v1/jobs", json=job()).json()["id"]
+
+    async def run() -> list[Any]:
+        address = f"{keyed.gateway.url.replace('http', 'ws')}/predict/stream"
+        with pytest.raises(InvalidStatus) as refused:
+            await connect(address)
+        async with connect(address, additional_headers={"X-API-Key": made.text}) as socket:
+            found: list[Any] = [refused.value.response.status_code]
+            for request in ({"model": "double", "inputs": {"x": [ROW]}}, {"job": job_id, "after": 0}, {"job": job_id}):
+                await socket.send(json.dumps(request))
+                found.append(json.loads(await socket.recv()))
+        return found
+
+    status, answered, unknown, limited = asyncio.run(run())
+    assert (status, answered["type"]) == (401, "completed")
+    # `key` and the handshake have used one each.
+    assert [each["error"]["code"] for each in (unknown, limited)] == ["unknown-job", "rate-limited"]
+
+
+def test_a_batch_runs_for_its_key(keyed: Keyed, globex: httpx.Client):
+    """Its jobs are those of the key's tenant. Once the key is revoked, the lines that are left fail."""
+    made = keyed.key("batches", tenant="initech")
+    entry = {"method": "POST", "url": "/v1/models/napper:predict"}
+    lines = [
+        json.dumps({"custom_id": str(number), **entry, "body": {"inputs": {"x": [[number, 7, 7, 7]]}}})
+        for number in range(16)
+    ]
+    with keyed.client(made) as client:
+        form = {"purpose": (None, "batch"), "file": ("lines.jsonl", "\n".join(lines).encode())}
+        file_id = client.post("/v1/files", files=form).json()["id"]
+        wish = {"input_file_id": file_id, "endpoint": entry["url"], "completion_window": "24h"}
+        batch_id = client.post("/v1/batches", json=wish).json()["id"]
+        assert globex.get(f"/v1/batches/{batch_id}").status_code == 404
+
+        def done() -> int:
+            completed: int = client.get(f"/v1/batches/{batch_id}").json()["request_counts"]["completed"]
+            return completed
+
+        wait_until(lambda: done() > 0, 60, "a line has ended")
+    keyed.registry.revoke(made.key.id, int(time.time()))
+    with keyed.client(keyed.key("batches again", tenant="initech")) as client:
+
+        def ended() -> Any:
+            batch = client.get(f"/v1/batches/{batch_id}").json()
+            return batch if batch["status"] == "completed" else None
+
+        batch = wait_until(ended, 60, "the batch has ended")
+        errors = [
+            json.loads(line) for line in client.get(f"/v1/files/{batch['error_file_id']}/content").text.splitlines()
+        ]
+        output = client.get(f"/v1/files/{batch['output_file_id']}/content").text.splitlines()
+        job_id = json.loads(output[0])["response"]["request_id"]
+        assert client.get(f"/v1/jobs/{job_id}").json()["status"] == "completed"
+    assert len(errors) + len(output) == 16
+    assert {each["response"]["status_code"] for each in errors} == {401}
+    assert globex.get(f"/v1/jobs/{job_id}").status_code == 404
