@@ -129,7 +129,10 @@ def _read(inputs: Mapping[str, Any], name: str, expected: str) -> Any:
 
 def _check_fits(spec: ModelSpec, inputs: Mapping[str, Any]) -> None:
     """Tokens of a text are known to the worker only: it checks them again."""
-    most = read_params(inputs).max_tokens
+    params = read_params(inputs)
+    if params.prompt_logprobs is not None:
+        raise InvalidInput(f"prompt_logprobs: found {params.prompt_logprobs}, expected none: a job has no such output")
+    most = params.max_tokens
     limit = spec.generate.max_model_len if spec.generate is not None else None
     if limit is None:
         return

@@ -14,7 +14,7 @@ from penstock.producers.gateway.exchange import Exchange
 from penstock.producers.gateway.fleet import GatewayClient
 from penstock.producers.gateway.openai import openai_error
 from penstock.producers.gateway.openai_sampling import SamplingFields, generating_spec, sampling_of
-from penstock.producers.gateway.openai_texts import Head, OpenAiTexts, UsageView
+from penstock.producers.gateway.openai_texts import Head, OpenAiTexts, UsageView, reason_of
 from penstock.producers.gateway.request_headers import idempotency_key
 from penstock.producers.gateway.routing import Route
 from penstock.producers.gateway.tensors import decoded
@@ -163,7 +163,7 @@ class _Shape:
         whole = delta.whole
         if not self._may_call:
             news = ChatMessage(content=delta.text) if delta.text else ChatMessage()
-            return _chunk(head, [ChatDelta(delta.index, news, delta.finish_reason)])
+            return _chunk(head, [ChatDelta(delta.index, news, None if whole is None else reason_of(whole))])
         if whole is None:
             return None
         news = self._message(whole, "")
@@ -186,7 +186,7 @@ class _Shape:
 
     def _reason(self, text: Text) -> str:
         is_call = text.finish_reason == "tool_calls"
-        return "function_call" if is_call and self._is_older else text.finish_reason
+        return "function_call" if is_call and self._is_older else reason_of(text)
 
 
 def _chunk(head: Head, choices: list[ChatDelta], usage: UsageView | None = None) -> ChatChunk:

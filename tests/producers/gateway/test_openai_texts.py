@@ -154,6 +154,14 @@ def test_job_is_the_same_in_every_protocol(site: Site):
         assert http.get(f"/v1/jobs/{job_id}").json()["status"] == "completed"
 
 
+def test_a_text_that_runs_out_of_time_ends_as_it_is(openai: Any):
+    """OpenAI has no word for that: its clients read `length`."""
+    body = {"ignore_eos": True, "timeout_s": 0.001}
+    answer = openai.completions.create(model="writer", prompt="a", max_tokens=200, temperature=0, extra_body=body)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens < 200
+
+
 def test_client_that_goes_cancels_its_jobs(site: Site):
     """Its seats come back: no job of it is left."""
     body = {"model": "writer", "prompt": ["a", "b"], "max_tokens": 200, "stream": True, "ignore_eos": True}
