@@ -20,6 +20,7 @@ import numpy as np
 
 from penstock.compose.terminal import counted
 from penstock.registry.errors import ModelError, PenstockError
+from penstock.registry.generation_inputs import checked
 from penstock.registry.package import Package, load_package
 from penstock.registry.package.generation import example_inputs
 from penstock.registry.package.signature import TensorSpec, shape_text
@@ -100,8 +101,11 @@ def check_package(
         tell("steps", ", ".join(f"{each.folder.name} ({each.spec.format})" for each in package.steps))
     tell("inputs", _declared(package.spec.inputs))
     tell("outputs", _declared(package.spec.outputs))
-    example = example_inputs() if package.spec.generate is not None else package.spec.signature.example(1)
-    inputs = package.spec.signature.check(example if sample is None else sample)
+    if sample is not None:
+        given = sample if package.spec.generate is None else checked(package.spec, sample)
+    else:
+        given = package.spec.signature.example(1) if package.spec.generate is None else example_inputs()
+    inputs = package.spec.signature.check(given)
     tell("files", _files(package))
     with closing(open_runtime(package, generate=GenerateRuntime)) as runtime:
         began = time.monotonic()

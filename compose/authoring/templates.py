@@ -140,6 +140,39 @@ config = BertConfig(
 BertModel(config).save_pretrained(".")
 '''
 
+_GENERATE: Final = """\
+name: NAME
+version: VERSION
+format: generate
+generate: {max_model_len: 256, max_num_seqs: 8, kv_cache_mb: 8}
+"""
+
+_MAKE_GENERATE: Final = '''\
+"""Writes a tiny Llama with random weights. Your own model and tokenizer: call save_pretrained(".") of both."""
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+vocabulary = {"</s>": 0, **{letter: number for number, letter in enumerate(letters, 1)}}
+tokenizer = Tokenizer(models.BPE(vocabulary, []))
+tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+tokenizer.decoder = decoders.ByteLevel()
+PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(".")
+config = LlamaConfig(
+    vocab_size=len(vocabulary),
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=128,
+    max_position_embeddings=256,
+    bos_token_id=None,
+    eos_token_id=0,
+)
+LlamaForCausalLM(config).save_pretrained(".")
+'''
+
 _PIPELINE: Final = """\
 name: NAME
 version: VERSION
@@ -203,6 +236,12 @@ TEMPLATES: Final[Mapping[str, Template]] = {
         '{"text": ["a sentence"]}',
         ("torch", "transformers"),
         "torch",
+    ),
+    "generate": Template(
+        {"model.yaml": _GENERATE, "make.py": _MAKE_GENERATE},
+        '{"prompt": "a beginning", "sampling_params": {"max_tokens": 8}}',
+        ("torch", "transformers"),
+        "generate",
     ),
     "pipeline": Template(
         {

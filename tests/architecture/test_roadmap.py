@@ -20,7 +20,7 @@ APACHE_2 = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
     [
         ("hot swap", "done"),
         ("request caching", "done"),
-        ("speculative decoding", "not done"),
+        ("speculative decoding", "done"),
         ("LoRA", "not done"),
         ("tensor parallel", "not done"),
         ("pipeline parallel", "not done"),

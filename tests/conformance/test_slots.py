@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from binascii import crc_hqx
 from contextlib import closing
+from typing import get_args
 
 import pytest
 
 from penstock.registry.broker import redis_scripts
 from penstock.registry.broker.base import Claim, Emission, Withdrawal
 from penstock.registry.broker.breakers import BreakerLimits, breaker_name
+from penstock.registry.broker.meters import Charge, Meter, WindowKind, spend
 from penstock.registry.broker.redis_breakers import RedisBreakers
 from penstock.registry.broker.redis_shadow import RedisShadow, Settled
-from penstock.registry.queues import Priority, reply_key
+from penstock.registry.queues import Priority, meter_key, reply_key
 from tests.conformance.conftest import OnRedis
 from tests.conformance.jobs import ROOMY, TTL_MS, claim, commit_of, held, ids, publication, settle
 from tests.workers.shadow.pairs import order_of
@@ -73,6 +75,7 @@ def test_all_keys_that_scripts_touch_hash_to_one_slot(redis_brokerage: OnRedis, 
                 idempotency_digest=f"k{n}",
                 fingerprint="p",
                 webhook="https://example.com/",
+                account="a-key",
             )
             for n in range(4)
         ]
@@ -114,7 +117,8 @@ def test_all_keys_that_scripts_touch_hash_to_one_slot(redis_brokerage: OnRedis, 
         call_shadow(redis_brokerage.server.url, model)
     broker.close()
     calls = [command for command in commands if command.startswith("EVALSHA")]
-    assert {call.split()[1] for call in calls} == set(map(redis_scripts.sha_of, redis_scripts.SOURCES))
+    of_models = set(redis_scripts.SOURCES) - {"spend"}
+    assert {call.split()[1] for call in calls} == set(map(redis_scripts.sha_of, of_models))
     # The first call of a server loads the scripts, whose tables look like keys.
     sent = [command for command in commands if not command.startswith("SCRIPT LOAD")]
     keys = [key for command in sent for key in _KEY_IN_SCRIPT.findall(command)]
@@ -132,3 +136,18 @@ def test_claims_of_two_models_are_two_calls(redis_brokerage: OnRedis, slot: str)
     calls = [command for command in commands if command.startswith("EVALSHA")]
     assert len(calls) == 2
     assert all(len({cluster_slot(key) for key in _KEY_IN_SCRIPT.findall(call)}) == 1 for call in calls)
+
+
+def test_all_meters_hash_to_one_slot():
+    """One call charges the meters of keys, tenants, addresses and routes, whatever model they ask."""
+    kinds: tuple[WindowKind, ...] = get_args(WindowKind)
+    subjects = ("key.a", "tenant.b", "address.::1", "route./v1/models/{name}:predict")
+    charges = [
+        Charge(Meter("requests", meter_key(subject, f"{kind}.requests"), kind, 10), 1)
+        for subject in subjects
+        for kind in kinds
+    ]
+    call = spend([charges, charges[:2]])
+    keys = call[3 : 3 + call[2]]
+    assert len(keys) == len(charges) + 2
+    assert len({cluster_slot(key) for key in keys}) == 1

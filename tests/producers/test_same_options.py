@@ -81,8 +81,9 @@ def test_the_three_calls_accept_the_same_options():
     """Signatures are spelt out, and only keys, waiting and the results of `map` differ."""
     names = {call: set(inspect.signature(getattr(Client, call)).parameters) for call in CALLS}
     shared = {"self", "model", *_OPTIONS}
-    assert names["submit"] == shared | {"inputs", "idempotency_key"}
-    assert names["submit_many"] == shared | {"batches", "idempotency_keys", "timeout_s"}
+    # `generate` is the `map` of texts.
+    assert names["submit"] == shared | {"inputs", "idempotency_key", "options"}
+    assert names["submit_many"] == shared | {"batches", "idempotency_keys", "options", "timeout_s"}
     assert names["map"] == shared | {"items", "idempotency_keys", "progress", "on_error", "window"}
 
 

@@ -31,6 +31,7 @@ _CODES: Final = {
     502: grpc.StatusCode.INTERNAL,
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
+    507: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
 """By the status of HTTP."""
 _OWN_CODES: Final = {

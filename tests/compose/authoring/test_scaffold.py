@@ -30,7 +30,7 @@ def test_new_function_works_as_it_stands(models_root: Path):
     assert sorted(path.name for path in models_root.iterdir()) == ["mine"]
 
 
-@pytest.mark.parametrize("kind", ["pytorch", "torchscript"])
+@pytest.mark.parametrize("kind", ["pytorch", "torchscript", "generate"])
 def test_new_package_with_weights_works_as_it_stands(models_root: Path, kind: str, monkeypatch: pytest.MonkeyPatch):
     """make.py writes the weights into its folder, and the package passes the check.
 
