@@ -8,6 +8,7 @@ from contextlib import closing
 from typing import get_args
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.registry.broker import redis_scripts
 from penstock.registry.broker.base import Claim, Emission, Withdrawal
@@ -69,12 +70,14 @@ def test_all_keys_that_scripts_touch_hash_to_one_slot(redis_brokerage: OnRedis, 
     broker.prepare([model])
     with redis_brokerage.server.monitor() as commands:
         jobs = [
-            publication(
-                model,
-                reply=reply_key(model, "me"),
-                idempotency_digest=f"k{n}",
-                fingerprint="p",
-                webhook="https://example.com/",
+            replace(
+                publication(
+                    model,
+                    reply=reply_key(model, "me"),
+                    idempotency_digest=f"k{n}",
+                    fingerprint="p",
+                    webhook="https://example.com/",
+                ),
                 account="a-key",
             )
             for n in range(4)
@@ -130,6 +133,8 @@ def test_claims_of_two_models_are_two_calls(redis_brokerage: OnRedis, slot: str)
     """One exchange over two models never mixes their keys in one script."""
     broker = redis_brokerage.connect()
     broker.prepare([slot, f"{slot}-b"])
+    # A server that has not seen the script yet gets it by a second call.
+    broker.exchange("w", [], [Claim(slot, 1, 0, 0)], TTL_MS)
     with redis_brokerage.server.monitor() as commands:
         broker.exchange("w", [], [Claim(slot, 1, 0, 0), Claim(f"{slot}-b", 1, 0, 0)], TTL_MS)
     broker.close()
