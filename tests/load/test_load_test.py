@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -15,15 +16,18 @@ import pytest
 
 from tests.gateway_process import GatewayProcess
 from tests.packages import write_double, write_sleeper
-from tests.servers import ROOT, RedisServer, WorkerProcess, redis_binaries, require, require_module
+from tests.servers import ROOT, RedisServer, WorkerProcess, redis_binaries, require
 
+pytestmark = pytest.mark.slow
+"""Locust starts a client, and waits between two looks at its own figures."""
 HEADLESS = ["--headless", "-u", "4", "-r", "4", "--only-summary", "--run-time", "30s"]
 
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
     """A gateway whose clients may load, with a worker for `double` and `napper` (0.5 s)."""
-    require_module("locust")
+    # Not imported: it replaces the threads and sockets of its process.
+    require(importlib.util.find_spec("locust"), "locust")
     folder = tmp_path_factory.mktemp("load")
     root = folder / "models"
     write_double(root)
@@ -62,7 +66,8 @@ class Recorder(BaseHTTPRequestHandler):
 @pytest.fixture
 def recorder() -> Iterator[tuple[str, list[bytes]]]:
     """(URL, bodies) of a server that answers with empty outputs."""
-    require_module("locust")
+    # Not imported: it replaces the threads and sockets of its process.
+    require(importlib.util.find_spec("locust"), "locust")
     bodies: list[bytes] = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("_Recorder", (Recorder,), {"bodies": bodies}))
     thread = threading.Thread(target=server.serve_forever)
