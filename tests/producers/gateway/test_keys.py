@@ -422,7 +422,7 @@ def test_a_batch_runs_for_its_key(keyed: Keyed, globex: httpx.Client):
         for number in range(16)
     ]
     with keyed.client(made) as client:
-        form = {"purpose": (None, "batch"), "file": ("lines.jsonl", "\n".join(lines).encode())}
+        form: dict[str, Any] = {"purpose": (None, "batch"), "file": ("lines.jsonl", "\n".join(lines).encode())}
         file_id = client.post("/v1/files", files=form).json()["id"]
         wish = {"input_file_id": file_id, "endpoint": entry["url"], "completion_window": "24h"}
         batch_id = client.post("/v1/batches", json=wish).json()["id"]
