@@ -131,11 +131,11 @@ def test_bad_arguments_are_one_line(tmp_path: Path, words: tuple[str, ...], mess
     assert listed(tmp_path, "--all") == []
 
 
-def test_usage_is_by_key_month_and_model(shared_redis: RedisServer, tmp_path: Path, slot: str):
+def test_usage_is_by_key_month_and_model(redis_server: RedisServer, tmp_path: Path, slot: str):
     """The jobs of each key with its label; one key alone with its id."""
-    environ = {"PENSTOCK_REDIS_URL": shared_redis.url}
+    environ = {"PENSTOCK_REDIS_URL": redis_server.url}
     key_id = made(tmp_path, "shop")["id"]
-    with closing(RedisStreams.from_url(shared_redis.url)) as broker:
+    with closing(RedisStreams.from_url(redis_server.url)) as broker:
         broker.put_spec(slot, b"{}")
         jobs = [replace(publication(slot), account=account) for account in (key_id, key_id, "ffffffffffff")]
         broker.publish(slot, jobs, ROOMY)
