@@ -172,12 +172,18 @@ def test_a_request_is_cancelled_by_its_id(stack: GatewayStack):
     """{"cancel": id}: the request ends as cancelled, and the others go on."""
 
     async def run(socket: ClientConnection) -> dict[int, Any]:
-        for number in range(4):
-            await socket.send(json.dumps(napped(number, 4)))
-        unknown = await ask(socket, {"cancel": 99, "id": "c"})
-        assert "Expected" in unknown["error"]["detail"]
-        await socket.send(json.dumps({"cancel": 3}))
-        ends: dict[int, Any] = {}
+        # Frozen, the worker cannot be faster than the cancellation.
+        stack.worker.freeze()
+        try:
+            for number in range(4):
+                await socket.send(json.dumps(napped(number, 4)))
+            unknown = await ask(socket, {"cancel": 99, "id": "c"})
+            assert "Expected" in unknown["error"]["detail"]
+            await socket.send(json.dumps({"cancel": 3}))
+            first = json.loads(await socket.recv())
+        finally:
+            stack.worker.thaw()
+        ends: dict[int, Any] = {first["id"]: first}
         while len(ends) < 4:
             message = json.loads(await socket.recv())
             ends[message["id"]] = message
