@@ -242,8 +242,17 @@ def _check_bool(name: str, value: object) -> None:
 
 
 def _check_text(name: str, value: object) -> None:
-    if not isinstance(value, str) or not value:
+    if not isinstance(value, str) or not value or not _is_text(value):
         raise InvalidInput(f"{name}: found {described(value)}, expected strings of at least one character")
+
+
+def _is_text(value: str) -> bool:
+    """Whether it has no half characters."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_int(name: str, value: object, least: int, most: int | None) -> None:
@@ -254,6 +263,8 @@ def _check_int(name: str, value: object, least: int, most: int | None) -> None:
 
 
 def _check_float(name: str, value: object, expected: str, is_right: Any) -> None:
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and is_right(value):
+    # isfinite fails for integers that no float has.
+    is_number = math.isfinite(value) if isinstance(value, float) else isinstance(value, int)
+    if is_number and not isinstance(value, bool) and is_right(value):
         return
     raise InvalidInput(f"{name}: found {described(value)}, expected {expected}")

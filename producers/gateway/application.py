@@ -13,6 +13,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
+from ipaddress import ip_address
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -105,6 +106,8 @@ class Gateway:
         route: Route | None = None
         now = asyncio.get_running_loop().time
         begun = now()
+        # A server may begin a request in the context of the one before it.
+        parts.access.leave()
         try:
             route, exchange.words = parts.routes.find(exchange.method, exchange.path)
             if (right := route.right) != "nothing":
@@ -192,7 +195,8 @@ class _Parts:
 
     async def enter(self, exchange: Exchange, right: Needs, route: str) -> Entry:
         """Admits the present task for the caller of a request. Raises as Access.enter does."""
-        return await self.access.enter(exchange.credentials, right, _address(exchange, self.address_header), route)
+        address, is_remote = _address(exchange, self.address_header), _is_remote(exchange.scope)
+        return await self.access.enter(exchange.credentials, right, address, route, is_remote=is_remote)
 
     async def _enter_websocket(self, handshake: Exchange) -> None:
         await self.enter(handshake, "submit", handshake.path)
@@ -244,6 +248,16 @@ def _address(exchange: Exchange, header: bytes) -> str:
         return exchange.header(header).rpartition(",")[2].strip()[:64]
     client = exchange.scope.get("client")
     return client[0] if client else "local"
+
+
+def _is_remote(scope: Scope) -> bool:
+    """Whether the connection came to another address of this machine than the loopback."""
+    server = scope.get("server")
+    try:
+        return server is not None and not ip_address(server[0]).is_loopback
+    except ValueError:
+        # A name, or the path of a socket in the file system.
+        return False
 
 
 async def _answer(error: Exception, route: Route | None, exchange: Exchange) -> None:

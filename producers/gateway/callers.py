@@ -130,15 +130,16 @@ class Access:
         self._clock = clock
         self._anybody = Caller("", settings.tenant_id, "admin", (), KeyLimits())
 
-    async def authenticate(self, credentials: Credentials) -> Caller:
+    async def authenticate(self, credentials: Credentials, *, is_remote: bool = False) -> Caller:
         """The caller. Raises BadApiKey, and RegistryUnavailable while the keys cannot be read.
 
-        An unknown id costs the same work as a wrong secret.
+        is_remote: whether the connection did not come over the loopback: servers of other people's choice listen where
+        no setting says. An unknown id costs the same work as a wrong secret.
         """
         if self._mode == "off":
             return self._anybody
         keys = await self._keys.fresh()
-        if self._mode == "auto" and not keys and not self._is_exposed:
+        if self._mode == "auto" and not keys and not (self._is_exposed or is_remote):
             return self._anybody
         text = credentials.text()
         if not text:
@@ -148,14 +149,17 @@ class Access:
             raise BadApiKey(f"The API key is unknown, revoked or expired. {_EXPECTED}")
         return Caller(key.id, key.tenant, key.role, key.models, key.limits)
 
-    async def enter(self, credentials: Credentials, needs: Needs, address: str, route: str) -> Entry:
+    async def enter(
+        self, credentials: Credentials, needs: Needs, address: str, route: str, *, is_remote: bool = False
+    ) -> Entry:
         """Admits one request of the present task, which from now on acts for its caller.
 
-        needs: not `nothing`. address: of the caller, without its port. route: its path with names in braces.
+        needs: not `nothing`. address: of the caller, without its port. route: its path with names in braces. is_remote:
+        see `authenticate`.
         Raises BadApiKey, NotPermitted, RateLimited, RegistryUnavailable and BrokerUnavailable.
         """
         _entry.set(None)
-        found = await self.authenticate(credentials)
+        found = await self.authenticate(credentials, is_remote=is_remote)
         if _RANK[found.role] < _RANK[needs]:
             raise NotPermitted(
                 f"An API key with the role {found.role} may not do this. Expected the role {_role(needs)}"

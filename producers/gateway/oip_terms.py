@@ -30,6 +30,7 @@ __all__ = [
 SERVER_NAME: Final = "penstock"
 SERVER_VERSION: Final = version_of("penstock")
 EXTENSIONS: Final = ["binary_tensor_data", "schedule_policy", "model_repository"]
+_LONGEST_US: Final = 10**15
 _PRIORITIES: Final[dict[int, PriorityName]] = {0: "normal", 1: "critical", 2: "high", 3: "normal"}
 """Triton's: 1 is the highest, 0 the model's default. All above 3 are low."""
 
@@ -45,8 +46,8 @@ def priority_of(parameters: Mapping[str, Any]) -> PriorityName:
 def deadline_s_of(parameters: Mapping[str, Any]) -> float | None:
     """The seconds of `timeout`, which is in microseconds; 0 means none. Raises InvalidInput."""
     value = parameters.get("timeout", 0)
-    if type(value) is not int or value < 0:
-        raise InvalidInput("Bad parameter timeout. Expected microseconds, or 0 for none")
+    if type(value) is not int or not 0 <= value <= _LONGEST_US:
+        raise InvalidInput(f"Bad parameter timeout. Expected microseconds up to {_LONGEST_US}, or 0 for none")
     return value / 1e6 or None
 
 

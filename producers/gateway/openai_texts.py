@@ -20,6 +20,7 @@ from penstock.producers.gateway.openai import openai_error
 from penstock.producers.gateway.openai_sampling import SamplingFields
 from penstock.producers.gateway.problems import problem_of
 from penstock.producers.gateway.text_jobs import Delta, Text, TextJobs, TextRequest, TextUsage
+from penstock.registry.errors import PenstockError
 
 __all__ = ["Head", "OpenAiTexts", "Shape", "UsageView", "reason_of"]
 
@@ -73,7 +74,9 @@ class OpenAiTexts:
         self._texts = texts
 
     async def answer(self, fields: SamplingFields, request: TextRequest, shape: Shape, exchange: Exchange) -> None:
-        """As a stream where `fields` asks for one."""
+        """As a stream where `fields` asks for one. Each text counts for the limits of the caller."""
+        if (more := len(request.prompts) * request.choices - 1) > 0:
+            await exchange.entry.spend(requests=more)
         if not fields.stream:
             texts = await self._texts.wholes(request, exchange)
             usage = _summed([text.usage for text in texts], request.choices)
@@ -81,7 +84,7 @@ class OpenAiTexts:
             return
         try:
             await self._stream(request, shape, exchange, tells_usage=fields.tells_usage)
-        except (ClientGone, TimeoutError):
+        except ClientGone:
             raise
         except StreamsStopped:
             # Without [DONE], clients see that the text is not whole.
@@ -89,7 +92,8 @@ class OpenAiTexts:
                 await exchange.begin_stream(EVENTS, STREAM_HEADERS)
             await exchange.end_stream()
         except Exception as error:  # where the answer has begun, it is told in the stream
-            if not exchange.has_begun:
+            # A client that does not take the chunks gets no further one.
+            if not exchange.has_begun or (isinstance(error, TimeoutError) and not isinstance(error, PenstockError)):
                 raise
             body, _ = openai_error(problem_of(error))
             await exchange.write(b"data: %s\n\n" % body)

@@ -113,8 +113,13 @@ class TextJobs:
     async def wholes(self, request: TextRequest, exchange: Exchange) -> list[Text]:
         """All texts, in the order of the jobs. Raises as AsyncJobHandle.result does; the other jobs are cancelled."""
         async with self._begun(request, exchange) as handles:
-            with exchange.watch():
-                infos = await asyncio.gather(*(handle.info(self._jobs.wait_s) for handle in handles))
+            waits = [asyncio.ensure_future(handle.info(self._jobs.wait_s)) for handle in handles]
+            try:
+                with exchange.watch():
+                    infos = await asyncio.gather(*waits)
+            finally:
+                for wait in waits:
+                    wait.cancel()
             exchange.about = job_headers(handles[0].id, infos[0])
             return [_text_of(await handle.result()) for handle in handles]
 

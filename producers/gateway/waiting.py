@@ -132,7 +132,8 @@ class Jobs:
             try:
                 with self._waiter(handle.id):
                     yield handle
-            except (ClientGone, asyncio.CancelledError, TimeoutError):
+            except (ClientGone, asyncio.CancelledError, OSError):
+                # OSError: also TimeoutError, and what servers raise at a write to a client that has gone.
                 if request.idempotency_key is None:
                     self.abandon(handle)
                 raise

@@ -92,7 +92,9 @@ class WebSockets:
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One connection, from its handshake to its end."""
         await receive()
-        handshake = Exchange({**scope, "method": "GET"}, receive, send, self._limits)
+        # The scope itself: its query loses the key, and the server logs it.
+        scope["method"] = "GET"
+        handshake = Exchange(scope, receive, send, self._limits)
         try:
             model = self._admit(handshake)
             await self._enter(handshake)

@@ -83,3 +83,10 @@ def test_json_names_tokens_with_strings():
 def test_a_schema_may_be_given_as_its_json():
     """It is the same as the mapping."""
     assert SamplingParams(json_schema='{"type": "null"}').json_schema == {"type": "null"}
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 10**400}, {"bad_words": ["\ud800"]}, {"stop": ["\ud800"]}])
+def test_values_that_no_engine_can_hold_are_refused(fields: dict[str, Any]):
+    """Integers beyond any float, and half characters."""
+    with pytest.raises(InvalidInput):
+        SamplingParams(**fields)

@@ -8,6 +8,7 @@ The texts of one request with n > 1 are siblings: each has its own sequence, see
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,10 +178,11 @@ class GenerationRequest:
             self.matcher.follow(self.token_ids)
         reason: FinishReason | None = None
         stop_reason: int | str | None = None
-        if is_end:
-            reason, stop_reason = "stop", token
-        elif self.matcher is not None and self.matcher.is_broken:
+        if self.matcher is not None and self.matcher.is_broken:
+            # A form beyond the limits of its compiler leaves the end as the only token: the text is not complete.
             reason = "error"
+        elif is_end:
+            reason, stop_reason = "stop", token
         elif self.matcher is not None and self.matcher.is_complete:
             reason = "stop"
         elif self.stream is not None and self.stream.stopped_by is not None:
@@ -196,6 +198,8 @@ class GenerationRequest:
         for number, token in enumerate(delivered.token_ids):
             self.sequence.tokens.append(token)
             self.accept([Sampled(token, delivered.logprobs[number] if delivered.logprobs else None)])
+            if self.finish_reason is not None:
+                break
         self._delivered = len(delivered.token_ids)
         if self.stream is not None:
             self.stream.skip(delivered.characters)
@@ -203,6 +207,14 @@ class GenerationRequest:
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends the text. A stop string that only the last incomplete character made visible still cuts."""
         self.finish_reason, self.stop_reason = reason, stop_reason
+        if reason in ("abort", "error"):
+            # What ends it may be its own text, which cannot be decoded.
+            with suppress(Exception):
+                self._finish_text(stop_reason)
+        else:
+            self._finish_text(stop_reason)
+
+    def _finish_text(self, stop_reason: int | str | None) -> None:
         if self.stream is not None:
             self.stream.finish()
             if self.stream.stopped_by is not None:

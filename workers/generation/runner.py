@@ -204,6 +204,9 @@ class EngineRunner:
 
     def _join(self, ticket: Ticket) -> None:
         wish = ticket.wish
+        if (earlier := self._tickets.get(wish.request_id)) is not None:
+            # The job came back before its earlier run here was closed.
+            self._fail(earlier, ModelNotReady("Another run of the job has begun"))
         try:
             ticket.request = self.engine.open(
                 wish.request_id,
@@ -213,8 +216,7 @@ class EngineRunner:
                 tenant=wish.tenant,
                 delivered=wish.delivered,
             )
-        except Exception as error:
-            # Such as InvalidInput: this request alone cannot run.
+        except BaseException as error:  # such as InvalidInput: this request alone cannot run
             ticket.put(error)
             return
         self._tickets[wish.request_id] = ticket
@@ -231,7 +233,11 @@ class EngineRunner:
             has_ended = is_finished(request)
             if is_due or has_ended or not ticket.handed_at:
                 self._time(ticket, request.num_generated, now)
-                outputs.append((ticket, output(request)))
+                try:
+                    outputs.append((ticket, output(request)))
+                except BaseException as error:  # a tokenizer may raise anything; only this request is concerned
+                    self._fail(ticket, error)
+                    continue
             if has_ended:
                 del self._tickets[ticket.wish.request_id]
         if outputs:
@@ -257,7 +263,10 @@ class EngineRunner:
                     ticket.put(found)
 
     def _fail_all(self, error: BaseException) -> None:
-        for request_id, ticket in self._tickets.items():
-            self.engine.abort(request_id)
-            ticket.put(error)
-        self._tickets.clear()
+        for ticket in [*self._tickets.values()]:
+            self._fail(ticket, error)
+
+    def _fail(self, ticket: Ticket, error: BaseException) -> None:
+        del self._tickets[ticket.wish.request_id]
+        self.engine.abort(ticket.wish.request_id)
+        ticket.put(error)

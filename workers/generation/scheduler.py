@@ -307,7 +307,7 @@ class Scheduler:
             prefixes.queries += len(sequence.tokens)
             prefixes.hits += len(cached) * self.pages.page_size
         if not sequence.num_preempted:
-            sequence.num_cached = sequence.num_computed
+            sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
         return True
 
     def _cached(self, sequence: Sequence) -> list[CachedPage]:

@@ -116,7 +116,15 @@ def _call(value: Any, arguments: str) -> ToolCall | None:
     if isinstance(given, str):
         # Some models write the arguments as JSON within JSON.
         given = _json_at(given, 0)[0]
-    return ToolCall(value["name"], json.dumps(given, ensure_ascii=False)) if isinstance(given, dict) else None
+    if not isinstance(given, dict):
+        return None
+    try:
+        text = json.dumps(given, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except ValueError:
+        # Infinity, or half a character: nobody could read the call.
+        return None
+    return ToolCall(value["name"], text)
 
 
 _OPEN: Final = "<tool_call>"

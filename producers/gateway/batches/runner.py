@@ -35,6 +35,7 @@ _LOOK_EVERY_S: Final = 1.0
 _MOST_AT_ONCE: Final = 4
 """Batches that one process runs at a time; further ones wait for a process."""
 _RETRY_S: Final = 30.0
+_BUSY_S: Final = 5.0
 _DELETE_EVERY: Final = 60
 """Looks from one deletion of expired files to the next."""
 logger = logging.getLogger("penstock.server")
@@ -88,7 +89,7 @@ class BatchRunner:
         while True:
             try:
                 await self._look(deletes=looks % _DELETE_EVERY == 0)
-            except PenstockError as error:
+            except (PenstockError, OSError) as error:
                 logger.warning("the stored files cannot be read: %s", error)
             looks += 1
             with suppress(TimeoutError):
@@ -122,6 +123,8 @@ class BatchRunner:
         try:
             journal = await asyncio.to_thread(Journal, self._store, stored)
         except FileBusy:
+            # Another process runs it. Until the next look at it there is a place for a later batch.
+            self._retry_at[stored.batch.id] = asyncio.get_running_loop().time() + _BUSY_S
             return
         with journal:
             # Another process may have ended it before the lock was free.

@@ -16,10 +16,12 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
+from penstock.producers.gateway.application import Gateway
 from penstock.registry.api_keys import KeyLimits, ShownKey, new_api_key
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.catalog.api_keys import SqlApiKeys
 from penstock.registry.queues import meter_key
+from penstock.registry.settings import Settings
 from tests.gateway_process import GatewayProcess
 from tests.producers.gateway.conftest import GatewayStack, StartGateway
 from tests.producers.gateway.rpc.conftest import INFER, Caller, infer_request
@@ -201,6 +203,22 @@ def test_a_rotated_key_has_a_new_secret(keyed: Keyed):
         wait_until(lambda: new.get("/v1/models").status_code == 200, 20, "the new secret works")
         assert old.get("/v1/models").status_code == 401
     assert again.key.id == made.key.id
+
+
+@pytest.mark.parametrize(("host", "status"), [("127.0.0.1", 200), ("[::1]", 200), ("192.0.2.1", 401), ("gateway", 200)])
+def test_connections_from_a_network_need_a_key(stack: GatewayStack, tmp_path: Path, host: str, status: int):
+    """Also under servers that listen where no setting of ours says."""
+    environ = {"PENSTOCK_REDIS_URL": stack.server.url, "PENSTOCK_HOME": str(tmp_path)}
+
+    async def ask() -> int:
+        gateway = Gateway(Settings.load(environ=environ))
+        transport = httpx.ASGITransport(app=gateway)
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://{host}:8000") as client:
+            found = await client.get("/v1/models")
+        await gateway.aclose()
+        return found.status_code
+
+    assert asyncio.run(ask()) == status
 
 
 def test_a_gateway_asks_for_keys_once_there_is_one(start_gateway: StartGateway, tmp_path: Path):
@@ -407,7 +425,15 @@ def test_keys_over_websocket(keyed: Keyed, globex: httpx.Client):
                 found.append(json.loads(await socket.recv()))
         return found
 
+    async def by_query() -> None:
+        address = f"{keyed.gateway.url.replace('http', 'ws')}/predict/stream?model=double&api_key={made.text}"
+        with pytest.raises(InvalidStatus):
+            await connect(address)
+
     status, answered, unknown, limited = asyncio.run(run())
+    asyncio.run(by_query())
+    wait_until(lambda: "/predict/stream?model=double" in keyed.gateway.output.read_text(), 20, "the log has it")
+    assert made.text not in keyed.gateway.output.read_text()
     assert (status, answered["type"]) == (401, "completed")
     # `key` and the handshake have used one each.
     assert [each["error"]["code"] for each in (unknown, limited)] == ["unknown-job", "rate-limited"]

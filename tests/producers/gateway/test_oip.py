@@ -113,7 +113,9 @@ def test_a_compressed_body_is_415(http: httpx.Client):
     assert http.post(INFER, content=b"x", headers={"Content-Encoding": "gzip"}).status_code == 415
 
 
-@pytest.mark.parametrize("parameters", [{"priority": "high"}, {"priority": -1}, {"timeout": -1}, {"timeout": 0.5}])
+@pytest.mark.parametrize(
+    "parameters", [{"priority": "high"}, {"priority": -1}, {"timeout": -1}, {"timeout": 0.5}, {"timeout": 10**400}]
+)
 def test_bad_parameters_are_422(http: httpx.Client, parameters: dict[str, Any]):
     """priority and timeout are whole numbers."""
     found = http.post(INFER, json={"inputs": [{**INPUT, "data": ROW}], "parameters": parameters})

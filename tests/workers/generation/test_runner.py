@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.registry.errors import InvalidInput, ModelNotReady
+from penstock.workers.generation import runner as runners
 from penstock.workers.generation.outputs import RequestOutput
-from penstock.workers.generation.request import Delivered
+from penstock.workers.generation.request import Delivered, GenerationRequest
 from penstock.workers.generation.runner import EngineRunner, Ticket, Wish
+from penstock.workers.generation.text_group import output
 from tests.workers.generation.architectures import decoder
 from tests.workers.generation.engines import GREEDY, open_engine, prompts_of
 
@@ -97,3 +99,30 @@ def test_closed_request_leaves_the_engine(runner: EngineRunner):
     runner.stop()
     with pytest.raises(ModelNotReady):
         runner.open(Wish("late", [1], GREEDY))
+
+
+def test_a_job_that_comes_back_takes_the_place_of_its_earlier_run(runner: EngineRunner):
+    """A worker may claim it again before the earlier run was closed."""
+    earlier = runner.open(Wish("same", [1, 2, 3], GREEDY))
+    later = runner.open(Wish("same", [1, 2, 3], GREEDY))
+    with pytest.raises(ModelNotReady, match="Another run of the job"):
+        earlier.next(PATIENCE_S)
+    earlier.close()
+    assert len(tokens_of(later)) == GREEDY.max_tokens
+    assert runner.engine.stats().pages_used == 0
+
+
+def test_text_that_cannot_be_decoded_ends_alone(runner: EngineRunner, monkeypatch: pytest.MonkeyPatch):
+    """The thread goes on, and so do the others."""
+
+    def read(request: GenerationRequest) -> RequestOutput:
+        if request.request_id == "bad":
+            raise IndexError("no such token")
+        return output(request)
+
+    monkeypatch.setattr(runners, "output", read)
+    bad, good = (runner.open(Wish(name, [1, 2, 3], GREEDY)) for name in ("bad", "good"))
+    with pytest.raises(IndexError, match="no such token"):
+        bad.next(PATIENCE_S)
+    assert len(tokens_of(good)) == GREEDY.max_tokens
+    assert runner.engine.stats().pages_used == 0

@@ -96,3 +96,10 @@ def test_the_template_names_the_parser():
     assert parser_of_template("{{ messages }}") is None
     with pytest.raises(InvalidInput, match="Tool parser: found 'xml', expected one of: hermes, llama3_json, mistral"):
         parse_tool_calls("", "xml", TOOLS)
+
+
+@pytest.mark.parametrize("arguments", [r'{"x": "\ud83d hi"}', '{"x": 1e999}'])
+def test_a_call_that_nobody_could_read_stays_content(arguments: str):
+    """Half a character, and a number that JSON has not."""
+    text = f'<tool_call>{{"name": "look", "arguments": {arguments}}}</tool_call>'
+    assert parse_tool_calls(text, "hermes", ["look"]) == ParsedText(text)
