@@ -104,7 +104,7 @@ class SwapLoad:
 
 
 class SwapReport(NamedTuple):
-    """What the jobs saw. stale: answered by a version that did not stand when they were claimed. mislabelled: the
+    """What the jobs saw. stale: answered by a version that did not stand while they were under way. mislabelled: the
     header names another version, or content, than the one that computed the value. pause_s: the longest time without
     an answer."""
 
@@ -116,30 +116,30 @@ class SwapReport(NamedTuple):
 
 
 def check(url: str, load: SwapLoad, rollouts: Sequence[Rollout]) -> SwapReport:
-    """Compares every answer with the record of its job, and with the decisions that stood when it was claimed."""
+    """Compares every answer with the record of its job, and with the decisions that stood while it was under way."""
     answers = sorted(load.answers, key=lambda answer: answer.answered)
     contents = {rollout.transition.version: rollout.transition.content_hash for rollout in rollouts}
     stale, mislabelled = [], []
     for answer, header in zip(answers, _headers(url, [answer.job_id for answer in answers]), strict=True):
         if (header.version, header.content_hash) != (str(answer.factor), contents[header.version]):
             mislabelled.append(answer)
-        if answer.factor not in _allowed(answer, header.timings.queue_ms, rollouts):
+        if answer.factor not in _allowed(answer, rollouts):
             stale.append(answer)
     versions = {factor: sum(answer.factor == factor for answer in answers) for factor in map(int, contents)}
     gaps = (after.answered - before.answered for before, after in itertools.pairwise(answers))
     return SwapReport(len(answers), versions, stale, mislabelled, max(gaps, default=0.0))
 
 
-def _allowed(answer: Answer, queue_ms: float, rollouts: Sequence[Rollout]) -> set[int]:
-    """The versions that stood at some moment between the job's claim and its answer."""
-    # Not later than the claim: a job is accepted a little after it got its id.
-    claimed = ((job_time_ms(answer.job_id) or 0) + queue_ms) / 1000
+def _allowed(answer: Answer, rollouts: Sequence[Rollout]) -> set[int]:
+    """The versions that stood at some moment between the job's submission and its answer."""
+    # A worker knows the moment of its claim when the reply has come: on a busy machine, too late to say what stood.
+    submitted = (job_time_ms(answer.job_id) or 0) / 1000
     cut_overs = [(each.activated_at or 0.0, each.seconds, int(each.transition.version)) for each in rollouts]
-    stood = [version for activated, _, version in cut_overs if activated < claimed]
+    stood = [version for activated, _, version in cut_overs if activated < submitted]
     came = [
         version
         for activated, took_s, version in cut_overs
-        if activated >= claimed and activated - took_s < answer.answered
+        if activated >= submitted and activated - took_s < answer.answered
     ]
     return {*stood[-1:], *came}
 
