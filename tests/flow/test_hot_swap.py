@@ -115,10 +115,10 @@ def test_the_checker_sees_what_must_not_be():
         return Rollout(transition, activated_at=at, seconds=1.0)
 
     def allowed(answered: float, *cut_overs: Rollout) -> set[int]:
-        return _allowed(Answer(job_id, 39.0, answered, 1), 1000.0, cut_overs)
+        return _allowed(Answer(job_id, 39.0, answered, 1), cut_overs)
 
     assert math.isclose(int("9c40", 16) / 1000, 40.0)
-    assert allowed(42.0, cut_over(1, 10.0), cut_over(2, 40.5)) == {2}
-    assert allowed(42.0, cut_over(1, 10.0), cut_over(2, 40.5), cut_over(1, 50.0)) == {2}
+    assert allowed(42.0, cut_over(1, 10.0), cut_over(2, 39.5)) == {2}
+    assert allowed(42.0, cut_over(1, 10.0), cut_over(2, 39.5), cut_over(1, 50.0)) == {2}
     assert allowed(42.0, cut_over(1, 10.0), cut_over(2, 42.5)) == {1, 2}
     assert allowed(42.0, cut_over(1, 10.0), cut_over(2, 43.5)) == {1}
