@@ -52,7 +52,7 @@ class BatchEndpoint(NamedTuple):
     prepare: Callable[[Mapping[str, str], bytes], Awaitable[LineJob]]
 
 
-class BatchFields(msgspec.Struct, kw_only=True):
+class NewBatchFields(msgspec.Struct, kw_only=True):
     """A request for a batch. completion_window: 24h, or another number of s, m, h or d; at most 7 days."""
 
     input_file_id: str
@@ -96,7 +96,7 @@ class BatchRoutes:
         """The routes, for the table of the application."""
         listed = {"after": "the id behind which the list begins", "limit": f"at most {_MOST_LISTED}"}
         return [
-            _route("POST", "/v1/batches", self.create, "OpenAI: run a file", takes=BatchFields, gives=Batch),
+            _route("POST", "/v1/batches", self.create, "OpenAI: run a file", takes=NewBatchFields, gives=Batch),
             _route("GET", "/v1/batches", self.show_batches, "OpenAI: the batches", gives=BatchList, parameters=listed),
             _route("GET", "/v1/batches/{id}", self.show, "OpenAI: one batch", gives=Batch),
             _route("POST", "/v1/batches/{id}/cancel", self.cancel, "OpenAI: cancel a batch", gives=Batch),
@@ -115,7 +115,7 @@ class BatchRoutes:
     async def create(self, exchange: Exchange) -> None:
         """POST /v1/batches."""
         store, tenant = kept(self._store), entered().tenant
-        fields = decoded(await exchange.body(), BatchFields)
+        fields = decoded(await exchange.body(), NewBatchFields)
         window_s = _window_s(fields.completion_window)
         _check_metadata(fields.metadata)
         if self._find(fields.endpoint) is None:

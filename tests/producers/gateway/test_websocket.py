@@ -337,7 +337,7 @@ def test_clients_that_do_not_read_are_given_up(start_gateway: StartGateway):
     request = json.dumps({"model": "double", "inputs": {"x": rows}})
 
     async def run() -> int:
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(600):
             socket = await connect(address(gateway), max_size=None, max_queue=1, ping_interval=None, close_timeout=1)
             # Nothing is read: the client's own buffers fill, then those of the kernel, then the gateway's.
             sent = 0
