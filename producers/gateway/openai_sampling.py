@@ -21,7 +21,7 @@ _DEFAULT: Final = "default"
 _SAME_NAME: Final = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words", "allowed_token_ids"),
-    *("json_schema", "regex", "choice", "grammar", "timeout_s"),
+    *("logit_bias", "json_schema", "regex", "choice", "grammar", "timeout_s"),
 )
 
 
@@ -97,15 +97,7 @@ def sampling_of(fields: SamplingFields, max_tokens: int, **more: Any) -> Samplin
     for name in _SAME_NAME:
         if (value := getattr(fields, name)) is not None:
             wishes[name] = value
-    if fields.logit_bias:
-        wishes["logit_bias"] = {_token(name): bias for name, bias in fields.logit_bias.items()}
     choices = 1 if fields.n is None else fields.n
     if choices < 1:
         raise InvalidInput(f"n is {choices}. Expected 1 or more")
     return Sampling(SamplingParams.from_mapping(wishes), choices)
-
-
-def _token(name: str) -> int:
-    if not name.isascii() or not name.isdigit() or len(name) > 9:
-        raise InvalidInput("A key of logit_bias is no token. Expected token numbers")
-    return int(name)

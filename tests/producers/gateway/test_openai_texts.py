@@ -185,7 +185,7 @@ def test_client_that_goes_cancels_its_jobs(site: Site):
         ({"prompt": "a", "logprobs": 2}, "logprobs: found a number"),
         ({"prompt": "a", "best_of": 2}, "best_of is 2"),
         ({"prompt": [1], "echo": True}, "echo: found true beside tokens"),
-        ({"prompt": "a", "logit_bias": {"x": 1}}, "no token"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias: found 'x', expected an integer"),
         ({"prompt": "a", "max_tokens": 256}, "Expected at most 256 together"),
         ({"prompt": "a", "model": "double"}, "double generates no text"),
     ],
