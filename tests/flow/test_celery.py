@@ -478,11 +478,13 @@ def test_flower_shows_every_worker_and_every_job(
         assert 'raise ValueError("a negative row")' in shown[bad.id]["traceback"]
         assert str(CANARY) not in json.dumps(shown)
         names = {worker.name for worker in workers}
-        seen: Any = wait_until(
-            lambda: (found := flower.get("/api/workers?refresh=1") or {}) and names <= set(found) and found,
-            30,
-            "Flower shows the workers",
-        )
+
+        def shown_workers() -> dict[str, Any] | None:
+            """None while an answer is missing: Flower asks for each fact apart, and does not wait for slow answers."""
+            found = flower.get("/api/workers?refresh=1") or {}
+            return found if all({"stats", "active_queues"} <= set(found.get(name, ())) for name in names) else None
+
+        seen: Any = wait_until(shown_workers, 60, "Flower shows the workers")
         totals = [seen[name]["stats"]["total"].get("penstock.infer.double", 0) for name in names]
         assert sum(totals) == 200
         assert all([queue["name"] for queue in seen[name]["active_queues"]] == ["penstock"] for name in names)
