@@ -186,9 +186,9 @@ class Claimer:
         return ByteCredit(self._most_bytes, self._models, self._leased.sizes)
 
     def exchange(
-        self, commits: Sequence[Commit], claims: Sequence[Claim]
+        self, commits: Sequence[Commit], claims: Sequence[Claim], meanwhile: Callable[[], None] | None = None
     ) -> tuple[Sequence[CommitStatus], list[Delivery]]:
-        """Commit and claim in one round trip.
+        """Commit and claim in one round trip. meanwhile: called while the broker works.
 
         Raises BrokerUnavailable; then the outcome of the commits and claims is unknown.
         """
@@ -196,7 +196,7 @@ class Claimer:
             self._checkpoint("before-commit")
         if claims:
             self._checkpoint("before-claim")
-        statuses, deliveries = self._broker.exchange(self._consumer, commits, claims, self._result_ttl_ms)
+        statuses, deliveries = self._broker.exchange(self._consumer, commits, claims, self._result_ttl_ms, meanwhile)
         if commits:
             self._checkpoint("after-commit")
         self._note_found(claims, deliveries)

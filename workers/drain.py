@@ -64,6 +64,8 @@ _IDLE_S: Final = 0.001
 """The sleep of an idle worker that has not left its blocking claim yet."""
 _DEFERRED_S: Final = 0.1
 """How long deferred dead letters may wait for a moment in which there is nothing else to do."""
+_SOON_S: Final = 0.005
+"""A forward that was shorter of late ends before anybody misses the report of the batch before it."""
 _SHORTEST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 """How long to leave a broker alone that does not answer; doubled each time, between these."""
@@ -309,7 +311,8 @@ class Drain:
             self._dispatch()
         if not parts.stop.is_set:
             parts.claimer.arm()
-        self._tell()
+        if not self._is_exchange_near():
+            self._tell()
         self._dead_letter_deferred()
 
     def sleep_s(self) -> float:
@@ -425,6 +428,19 @@ class Drain:
         # A short forward has run on this thread.
         self._completer.collect(self.parts.executor.take_done())
 
+    def _meanwhile(self) -> None:
+        """What no job waits for: done while the broker answers an exchange."""
+        self._completer.keep_answers()
+        self._tell()
+
+    def _is_exchange_near(self) -> bool:
+        """Whether an exchange follows within moments: reports wait for it, because a short forward has to share the
+        interpreter with this thread."""
+        running = self.parts.executor.running()
+        return self._completer.has_work or (
+            bool(running) and all(run.version.queue.longest_forward_s < _SOON_S for run in running)
+        )
+
     def _tell(self) -> None:
         """Report what was settled, and let it steer the next batches."""
         self.parts.telemetry.flush()
@@ -437,9 +453,10 @@ class Drain:
         self._apply_retries(self._completer.seal())
         commits = self._completer.commits
         if not (commits or claims):
+            self._completer.keep_answers()
             return True
         begun = self._clock()
-        statuses, deliveries = self.parts.claimer.exchange(commits, claims)
+        statuses, deliveries = self.parts.claimer.exchange(commits, claims, self._meanwhile)
         if commits:
             settlement = self._completer.settle(statuses, begun)
             self.parts.telemetry.add(settlement)

@@ -82,6 +82,8 @@ class JointSealer:
         templates: dict[SharedHeader | None, ResultTemplate] = {}
         start, started = 0, run.started
         compute_ms = timings_of(jobs[0], run).compute_ms
+        content_hash, generation = run.model.content_hash, run.generation
+        contents: dict[int, tuple[Tensor, ...]] = {}
         for leader in jobs:
             stop = start + leader.rows
             parts = [output.rows[start * output.row_bytes : stop * output.row_bytes] for output in outputs]
@@ -105,10 +107,10 @@ class JointSealer:
                 results.jobs.append(job)
                 results.commits.append(_commit(job, sealed))
             if keeps and leader.digest:
+                if (content := contents.get(leader.rows)) is None:
+                    content = contents[leader.rows] = _content_of(outputs, leader.rows)
                 # The cache would copy a view, at more cost.
-                content = _content_of(outputs, leader.rows)
-                kept = EncodedOutputs(content, bytes(body), run.model.content_hash, run.generation)
-                results.kept.append((leader, kept))
+                results.kept.append((leader, EncodedOutputs(content, bytes(body), content_hash, generation)))
         return results
 
     def of_cached(self, cached: CachedAnswers) -> list[Commit] | None:

@@ -21,7 +21,7 @@ Times are the broker's own, in ms since the epoch. A slot is the name of a model
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -416,9 +416,17 @@ class WorkerEnd(Protocol):
         """Make the queues of these slots ready for claims. Repeating the call changes nothing."""
 
     def exchange(
-        self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
+        self,
+        consumer: str,
+        commits: Sequence[Commit],
+        claims: Sequence[Claim],
+        result_ttl_ms: int,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[list[CommitStatus], list[Delivery]]:
-        """Commit and claim in one round trip. Returns a status for each commit, in order, and the claimed jobs."""
+        """Commit and claim in one round trip. Returns a status for each commit, in order, and the claimed jobs.
+
+        meanwhile: called once the calls are on their way, where they could be sent.
+        """
 
     def arm(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
         """Begin a blocking claim of up to `count` jobs per queue. `fileno` becomes readable when some arrive."""

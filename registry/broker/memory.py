@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import structs
 
@@ -206,9 +206,16 @@ class MemoryBroker(MemoryWebhookEnd):
         """See WorkerEnd.prepare. Does nothing: a queue exists from its first use on."""
 
     def exchange(
-        self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
+        self,
+        consumer: str,
+        commits: Sequence[Commit],
+        claims: Sequence[Claim],
+        result_ttl_ms: int,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[list[CommitStatus], list[Delivery]]:
         """See WorkerEnd.exchange."""
+        if meanwhile is not None:
+            meanwhile()
         with self._lock:
             statuses, finished = [], []
             for commit in commits:

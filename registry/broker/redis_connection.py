@@ -293,10 +293,20 @@ class DirectConnection:
         connection.connect()
         self._connection = connection
 
-    def ask(self, calls: Sequence[scripts.Call]) -> list[Any]:
-        """The answers to several commands that are sent together. An error of Redis replaces its answer."""
+    def ask(self, calls: Sequence[scripts.Call], meanwhile: Callable[[], None] | None = None) -> list[Any]:
+        """The answers to several commands that are sent together. An error of Redis replaces its answer.
+
+        meanwhile: called while Redis works on them.
+        """
         connection = self._connection
         connection.send_packed_command(list(packed_together(calls)), check_health=False)
+        if meanwhile is not None:
+            try:
+                meanwhile()
+            except BaseException:
+                # The answers are still to come. The next call must not read them.
+                self.close()
+                raise
         return [self._answer() for _ in calls]
 
     def _answer(self) -> Any:

@@ -105,7 +105,12 @@ class RedisWorker(RedisSpecs):
                         raise
 
     def exchange(
-        self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
+        self,
+        consumer: str,
+        commits: Sequence[Commit],
+        claims: Sequence[Claim],
+        result_ttl_ms: int,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[list[CommitStatus], list[Delivery]]:
         """See WorkerEnd.exchange."""
         by_slot: defaultdict[str, list[int]] = defaultdict(list)
@@ -119,7 +124,7 @@ class RedisWorker(RedisSpecs):
         ]
         calls += [scripts.claim(consumer, claim) for claim in claims]
         begun = time.monotonic()
-        answers = self._run_all(calls)
+        answers = self._run_all(calls, meanwhile)
         if any(isinstance(answer, ResponseError) for answer in answers):
             self._repeat_refused(calls, answers, [*by_slot, *(claim.slot for claim in claims)])
         statuses: list[CommitStatus] = [CommitStatus.FENCED] * len(commits)
@@ -329,7 +334,7 @@ class RedisWorker(RedisSpecs):
         with self._translated():
             raise next(answer for answer in answers if isinstance(answer, ResponseError))
 
-    def _run_all(self, calls: Sequence[scripts.Call]) -> list[Any]:
+    def _run_all(self, calls: Sequence[scripts.Call], meanwhile: Callable[[], None] | None = None) -> list[Any]:
         """Several calls in one round trip, not repeated: the worker repeats the whole step.
 
         The error of a missing consumer group or of a foreign key stands in its call's place; other errors are raised.
@@ -338,7 +343,7 @@ class RedisWorker(RedisSpecs):
             with self._translated():
                 if self._exchanging is None:
                     self._exchanging = DirectConnection(self._redis)
-                answers = self._exchanging.ask(calls)
+                answers = self._exchanging.ask(calls, meanwhile)
                 if any(isinstance(answer, NoScriptError) for answer in answers):
                     self._load()
                     missing = [index for index, answer in enumerate(answers) if isinstance(answer, NoScriptError)]

@@ -277,3 +277,32 @@ def test_claim_of_urgent_jobs_leaves_the_others(worker: Broker, slot: str):
     assert claimed(2, reserve=1) == [queued[Priority.CRITICAL].encode(), queued[Priority.HIGH].encode()]
     assert claimed(2) == []
     assert claimed(4) == [queued[Priority.NORMAL].encode(), queued[Priority.LOW].encode()]
+
+
+def test_a_worker_works_on_while_the_broker_answers(broker: Broker, slot: str):
+    """What it does meanwhile is done once, with and without jobs."""
+    done: list[str] = []
+    broker.prepare([slot])
+    one, two = publish(broker, slot, 2)
+    claims = [Claim(slot, 8, 0, 60_000)]
+    assert ids(broker.exchange("w", [], claims, TTL_MS, lambda: done.append("first"))[1]) == [one, two]
+    assert broker.exchange("w", [], claims, TTL_MS, lambda: done.append("second")) == ([], [])
+    assert done == ["first", "second"]
+
+
+def test_an_error_meanwhile_leaves_no_answer_behind(broker: Broker, slot: str):
+    """It is raised. The next exchange reads its own answers."""
+
+    def fail() -> None:
+        raise ValueError("meanwhile")
+
+    broker.prepare([slot])
+    claims = [Claim(slot, 8, 0, 60_000)]
+    (lost,) = publish(broker, slot)
+    with pytest.raises(ValueError, match="meanwhile"):
+        broker.exchange("w", [], claims, TTL_MS, fail)
+    # Where the claim was on its way, its job is held until the lease lapses.
+    found = ids(broker.exchange("w", [], claims, TTL_MS)[1])
+    assert found in ([], [lost])
+    (job_id,) = publish(broker, slot)
+    assert ids(broker.exchange("w", [], claims, TTL_MS)[1]) == [job_id]

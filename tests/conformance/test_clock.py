@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -24,8 +24,8 @@ def test_an_answer_that_was_read_late_does_not_set_the_clock_back(
     claim = [Claim(slot, 1, 0, 1000)]
     run_all = broker._run_all
 
-    def run_and_stop(calls: Sequence[Any]) -> list[Any]:
-        answers = run_all(calls)
+    def run_and_stop(calls: Sequence[Any], meanwhile: Callable[[], None] | None) -> list[Any]:
+        answers = run_all(calls, meanwhile)
         let_pass(FROZEN_S)
         return answers
 

@@ -320,9 +320,16 @@ class UnreliableEnd(MemoryBroker):
     # Workers' end
 
     def exchange(
-        self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int
+        self,
+        consumer: str,
+        commits: Sequence[Commit],
+        claims: Sequence[Claim],
+        result_ttl_ms: int,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[list[CommitStatus], list[Delivery]]:
         """See WorkerEnd.exchange."""
+        if meanwhile is not None:
+            meanwhile()
         if claims and self._caller.is_winding_up():
             self.schedule.violate(f"claimed after its stop: {self._caller.label}")
         return self._call("exchange", self.serve_exchange, consumer, commits, claims, result_ttl_ms)

@@ -460,6 +460,8 @@ class Pair:
 
     def settle(self, statuses: Sequence[CommitStatus]) -> Settlement:
         """The answer of the broker, for both; what is left of them is compared. Returns that of the whole."""
+        for each in (self.whole, self.single):
+            each.completer.keep_answers()
         whole, single = (each.completer.settle(statuses, 99.5) for each in (self.whole, self.single))
         ids = [job.header.id for completed in whole.completed for job in completed.jobs]
         ids += [job.header.id for found in whole.from_cache for job in found.jobs]

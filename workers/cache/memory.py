@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -41,8 +41,12 @@ class L1Cache:
         self._clock = clock
         self._entries: OrderedDict[bytes, tuple[EncodedOutputs, float, int]] = OrderedDict()
         """By key: the answer, the time at which it expires, and its memory in bytes."""
-        self._ends: list[tuple[float, bytes]] = []
-        """A heap of the times at which entries expire; it may also hold removed and replaced entries."""
+        self._ends: list[tuple[float, int, list[bytes]]] = []
+        """A heap of the times at which the entries of one call expire. Entries may have left, or been replaced."""
+        self._calls = 0
+        """Makes each element of the heap comparable."""
+        self._awaited = 0
+        """Keys in the heap."""
         self._nbytes = 0
         self._lock = threading.Lock()
 
@@ -82,9 +86,10 @@ class L1Cache:
     def put_all(self, answers: Iterable[tuple[bytes, EncodedOutputs]], ttl_s: float) -> None:
         """Cache answers under their keys for `ttl_s` seconds, one after another; see `put`."""
         with self._lock:
-            now, entries, ends = self._clock(), self._entries, self._ends
+            now, entries = self._clock(), self._entries
             self._expire(now)
             end, most = now + ttl_s, self._max_bytes // 8
+            kept: list[bytes] = []
             for key, answer in answers:
                 if key in entries:
                     self._remove(key)
@@ -96,13 +101,13 @@ class L1Cache:
                     answer = structs.replace(answer, body=bytes(answer.body))
                 entries[key] = answer, end, size
                 self._nbytes += size
-                heapq.heappush(ends, (end, key))
-                while len(entries) > self._max_entries or self._nbytes > self._max_bytes:
-                    self._nbytes -= entries.popitem(last=False)[1][2]
-                    self.evicted += 1
-            if len(self._ends) > 2 * len(entries) + _FEW:
-                self._ends = [(entry[1], key) for key, entry in entries.items()]
-                heapq.heapify(self._ends)
+                kept.append(key)
+                if self._nbytes > self._max_bytes or len(entries) > self._max_entries:
+                    self._evict()
+            if kept:
+                self._await_end(end, kept)
+            if self._awaited > 2 * len(entries) + _FEW:
+                self._forget_removed()
 
     def expire(self) -> None:
         """Remove expired entries, also those that no job asks for."""
@@ -123,14 +128,36 @@ class L1Cache:
             count = len(self._entries)
             self._entries.clear()
             self._ends.clear()
-            self._nbytes = 0
+            self._awaited = self._nbytes = 0
         return count
+
+    def _evict(self) -> None:
+        """Remove the least recently used entries beyond the bounds."""
+        while len(self._entries) > self._max_entries or self._nbytes > self._max_bytes:
+            self._nbytes -= self._entries.popitem(last=False)[1][2]
+            self.evicted += 1
+
+    def _await_end(self, end: float, keys: list[bytes]) -> None:
+        self._calls += 1
+        self._awaited += len(keys)
+        heapq.heappush(self._ends, (end, self._calls, keys))
 
     def _expire(self, now: float) -> None:
         while self._ends and self._ends[0][0] <= now:
-            end, key = heapq.heappop(self._ends)
-            if (found := self._entries.get(key)) is not None and found[1] == end:
-                self._remove(key)
+            end, _, keys = heapq.heappop(self._ends)
+            self._awaited -= len(keys)
+            for key in keys:
+                if (found := self._entries.get(key)) is not None and found[1] == end:
+                    self._remove(key)
+
+    def _forget_removed(self) -> None:
+        """Have the heap hold the entries that are here, and nothing else."""
+        by_end: defaultdict[float, list[bytes]] = defaultdict(list)
+        for key, (_, end, _) in self._entries.items():
+            by_end[end].append(key)
+        self._ends, self._awaited = [], 0
+        for end, keys in by_end.items():
+            self._await_end(end, keys)
 
     def _remove(self, key: bytes) -> None:
         self._nbytes -= self._entries.pop(key)[2]
