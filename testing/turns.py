@@ -32,6 +32,8 @@ __all__ = ["NotifiedClaimer", "SharedDrain", "SharedExecutor", "SharedWakeUp", "
 _SHORTEST_S: Final = 0.001
 _IDLE_S: Final = 0.25
 """How long a thread sleeps that has nothing left to do but to end."""
+_LOOK_S: Final = 1.0
+"""How long a thread sleeps at most: nobody wakes it when the client is dropped."""
 
 
 class Turns:
@@ -141,7 +143,7 @@ class Turns:
             is_wanted = self._is_due and not self._baton.locked()
             if not is_wanted and not self._has_ended(until_over):
                 self._asleep[me] = self._next_at
-                self._sleeping.wait(max(_SHORTEST_S, self._next_at - time.monotonic()))
+                self._sleeping.wait(max(_SHORTEST_S, min(self._next_at - time.monotonic(), _LOOK_S)))
                 del self._asleep[me]
 
 
