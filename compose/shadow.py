@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import secrets
 import signal
 import socket
@@ -44,7 +43,6 @@ from penstock.workers.versions.repository import DiskRepository
 __all__ = ["canary_of", "merged_canary", "report", "serve_shadow", "start", "status", "stop"]
 
 _TIMEOUT_S: Final = 5.0
-_NICE: Final = 19
 _MOST_EXAMPLES: Final = 10
 
 logger = logging.getLogger("penstock.shadow")
@@ -150,20 +148,25 @@ def merged_canary(state: ShadowState) -> CanaryState:
     return total
 
 
-def serve_shadow(settings: Settings, model: str, metrics: InferenceMetrics, *, device: str = "cpu") -> None:
+def serve_shadow(
+    settings: Settings, model: str, metrics: InferenceMetrics, *, device: str = "cpu", gives_way: bool = True
+) -> None:
     """Serve the shadow of a model until SIGTERM, SIGINT or SIGHUP; without one, wait for it.
 
-    The process and the candidate's run at the lowest priority of the system. Raises ConfigurationError.
+    gives_way: whether the process and the candidate's get only the time of the processors that nobody else wants.
+    Raises ConfigurationError.
     """
     # Here: the other commands load no part of a worker.
     from penstock.safety.alert_hooks import open_alerts
     from penstock.safety.payload_keys import envelope_keys
     from penstock.safety.validator_registry import ValidatorRegistry
+    from penstock.workers.process.background import give_way
     from penstock.workers.shadow.consumer import ShadowOptions, ShadowWorker
     from penstock.workers.shadow.drift import CandidateWatch
 
     parse_name("model", model)
-    os.nice(_NICE)
+    if gives_way:
+        give_way()
     is_stopping = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: is_stopping.set())

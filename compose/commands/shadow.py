@@ -148,16 +148,24 @@ def report(environ: Mapping[str, str], model: str, as_json: bool) -> None:
 @shadow.command("run")
 @click.argument("model")
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
+@click.option(
+    "--priority",
+    type=click.Choice(["idle", "normal"]),
+    default="idle",
+    show_default=True,
+    help="Of its processes. idle: workers on the same machine always go first. normal: for a machine of its own.",
+)
 @metrics_port_option
 @click.pass_obj
-def run(environ: Mapping[str, str], model: str, device: str, metrics_port: int | None) -> None:
+def run(environ: Mapping[str, str], model: str, device: str, priority: str, metrics_port: int | None) -> None:
     """Run the candidate of MODEL on mirrored jobs until Ctrl-C. Several such processes share the work.
 
-    It runs at the lowest priority, and waits while the model has no shadow. The candidate has a process of its own:
-    one that hangs or crashes is started again, and the pair counts as a failure.
+    It waits while the model has no shadow. The candidate has a process of its own: one that hangs or crashes is
+    started again, and the pair counts as a failure.
 
     \b
     penstock shadow run minilm
+    penstock shadow run minilm --priority normal
     penstock shadow run minilm --metrics-port 9462
     """
     from penstock.compose.shadow import serve_shadow
@@ -168,4 +176,4 @@ def run(environ: Mapping[str, str], model: str, device: str, metrics_port: int |
     logs.configure()
     metrics = InferenceMetrics(settings.inference.metrics_buckets)
     with served_metrics(metrics, settings, metrics_port):
-        serve_shadow(settings, model, metrics, device=device)
+        serve_shadow(settings, model, metrics, device=device, gives_way=priority == "idle")

@@ -1,6 +1,7 @@
 """What a shadow costs the jobs: the worker at half load, with a shadow of 10 %, against the same without one.
 
-One worker, whose conditions take turns: off, a niced shadow worker, none, a slow one, a crashing one, a full queue.
+One worker, whose conditions take turns: off, a shadow worker that gives way, none, a slow one, a crashing one, a full
+queue.
 Between two conditions the shadow is off, so that each is compared with the run before it and the run after it. Jobs
 come at the rate at which the worker without a shadow uses half of a core: near its limit, its batches grow or shrink by
 chance, and with them CPU and latency.
@@ -43,7 +44,7 @@ _CRASHES_S: Final = 20.0
 _FAR_MS: Final = 10**13
 _OFF: Final = "off"
 _CONDITIONS: Final[dict[str, tuple[str, bool, Mapping[str, int]]]] = {
-    "shadow worker niced": ("1", True, {}),
+    "shadow worker": ("1", True, {}),
     "no shadow worker": ("1", False, {}),
     "slow": ("0-slow", True, {}),
     "crashing": ("0-crash", True, {}),

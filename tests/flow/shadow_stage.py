@@ -129,8 +129,8 @@ class ShadowProcess(Process):
         self._environ = {**environ, "PENSTOCK_CONFIG": ""}
 
     def start(self) -> ShadowProcess:
-        """Start it; it waits for an order."""
-        self._run("penstock", ["shadow", "run", self.model], self._environ)
+        """Start it; it waits for an order. It does not give way: the tests keep all processors busy."""
+        self._run("penstock", ["shadow", "run", self.model, "--priority", "normal"], self._environ)
         return self
 
     def stop(self) -> None:

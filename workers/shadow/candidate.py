@@ -60,8 +60,8 @@ class Candidate:
     called about once a second while a call waits. is_wanted: asked as often in the pause before a restart. pause: waits
     for some seconds, or less. clock: monotonic seconds.
 
-    A process that ended in a forward is started again after a pause, longer each time until a forward succeeds. From
-    the second loss in a row on, the pause is a multiple of the load: loads without end would take more of the machine
+    A process that ended in a forward is started again after a pause, longer each time until a forward succeeds. If the
+    process had answered nothing, the pause is a multiple of the load: loads without end would take more of the machine
     than the candidate.
     """
 
@@ -100,6 +100,8 @@ class Candidate:
         """Of the loaded files; empty until they are."""
         self._lost_in_a_row = 0
         """Processes that ended in a forward since one succeeded."""
+        self._has_answered = False
+        """Whether a forward of the present process, or of the last one, succeeded."""
         self._load_s = 0.0
         """How long the last load took."""
 
@@ -124,6 +126,7 @@ class Candidate:
             self.close()
             raise
         self.content_hash = loaded.content_hash
+        self._has_answered = False
         self._load_s = self._clock() - begun
 
     def run(self, inputs: Mapping[str, Array]) -> tuple[dict[str, Array], float]:
@@ -150,6 +153,7 @@ class Candidate:
         except Exception as error:  # the process raises what the model raised
             raise CandidateFailed("error", self._told(error), f"the candidate raised {name_of(error)}") from None
         self._lost_in_a_row = 0
+        self._has_answered = True
         return outputs, self._clock() - begun
 
     def close(self) -> None:
@@ -171,7 +175,7 @@ class Candidate:
         if not self._lost_in_a_row:
             return
         left_s = backoff_delay_s(self._lost_in_a_row, _FIRST_PAUSE_S, _LONGEST_PAUSE_S, 0.0)
-        if self._lost_in_a_row > 1:
+        if not self._has_answered:
             left_s = max(left_s, _LOADS_IN_A_PAUSE * self._load_s)
         while left_s > 0:
             self._on_wait()

@@ -1,4 +1,4 @@
-"""The shadow worker: takes pairs, runs the candidate on them, compares, and settles. A process of its own, niced.
+"""The shadow worker: takes pairs, runs the candidate on them, compares, settles. A process that gives way to others.
 
     follow   the order of the model, and its active version            about once a second
     take     a micro-batch of pairs, under a lease

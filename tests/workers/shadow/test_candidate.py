@@ -18,9 +18,11 @@ LOAD_S = 4.0
 
 
 class CrashingProcess:
-    """Loads in four seconds of a clock that stands still otherwise. Each forward ends it."""
+    """Loads in four seconds of a clock that stands still otherwise. A forward ends it, but for the first ones."""
 
     now = 0.0
+    answers = 0
+    """Forwards that succeed, of all processes together."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self.is_alive = True
@@ -32,6 +34,9 @@ class CrashingProcess:
         return LoadedInstance("ab" * 32, 0)
 
     def run(self, _: object) -> dict[str, object]:
+        if CrashingProcess.answers:
+            CrashingProcess.answers -= 1
+            return {}
         self.is_alive = False
         raise InstanceLost("an instance ended with status 3", "0" * 16)
 
@@ -39,9 +44,13 @@ class CrashingProcess:
         self.is_alive = False
 
 
-def test_loads_of_a_crashing_candidate_take_a_twentieth_of_the_time(models_root: Path, monkeypatch: pytest.MonkeyPatch):
-    """One crash costs a short pause. From the second one in a row on, the pause is 19 times as long as the load."""
+@pytest.mark.parametrize(("answers", "first"), [(0, 19 * LOAD_S), (1, 0.25)], ids=["at once", "after an answer"])
+def test_loads_of_a_crashing_candidate_take_a_twentieth_of_the_time(
+    models_root: Path, monkeypatch: pytest.MonkeyPatch, answers: int, first: float
+):
+    """The pause is 19 times as long as the load, unless the process had answered something."""
     monkeypatch.setattr(candidates, "InstanceProcess", CrashingProcess)
+    monkeypatch.setattr(CrashingProcess, "answers", answers)
     pauses: list[float] = []
     candidate = Candidate(
         load_package(formats.write_pytorch(models_root)),
@@ -55,6 +64,8 @@ def test_loads_of_a_crashing_candidate_take_a_twentieth_of_the_time(models_root:
         clock=lambda: CrashingProcess.now,
     )
     candidate.load()
+    for _ in range(answers):
+        candidate.run({})
     totals: list[float] = []
     for _ in range(4):
         with pytest.raises(CandidateFailed):
@@ -62,4 +73,4 @@ def test_loads_of_a_crashing_candidate_take_a_twentieth_of_the_time(models_root:
         totals.append(sum(pauses))
         pauses.clear()
     candidate.close()
-    assert totals == pytest.approx([0, 0.25, 19 * LOAD_S, 19 * LOAD_S])
+    assert totals == pytest.approx([0, first, 19 * LOAD_S, 19 * LOAD_S])
