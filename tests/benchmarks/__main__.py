@@ -33,6 +33,7 @@ from tests.benchmarks import (
     gateway_embeddings,
     gateway_streams,
     generation,
+    generation_queue,
     hot_swap,
     imports,
     instances,
@@ -100,6 +101,7 @@ SECTIONS: Final[dict[str, Callable[[Scale, Progress], list[Row] | list[Stage]]]]
     "breakers": breakers.measure,
     "drift": drift.measure,
     "generation": generation.measure,
+    "generation-queue": generation_queue.measure,
     "breakdown": breakdown.measure,
 }
 """In the order of the table."""

@@ -21,7 +21,7 @@ from tests.benchmarks import generation_steps
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
 
-__all__ = ["measure"]
+__all__ = ["decoder", "measure", "workload"]
 
 _REQUESTS: Final = 32
 _ROWS: Final = 8
@@ -39,9 +39,9 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
 
 
 def _against_static(scale: Scale, say: Progress) -> Row:
-    work = _workload()
-    static = _model()
-    engine = Engine.from_model(_model(), max_num_seqs=_REQUESTS, kv_cache_mb=128, enable_prefix_caching=False)
+    work = workload()
+    static = decoder()
+    engine = Engine.from_model(decoder(), max_num_seqs=_REQUESTS, kv_cache_mb=128, enable_prefix_caching=False)
     say(f"generation: {engine.packing.packed} of {engine.packing.layers} linear layers are packed")
     turns = []
     for _ in range(scale.rounds):
@@ -64,7 +64,8 @@ def _against_static(scale: Scale, say: Progress) -> Row:
     )
 
 
-def _model() -> Any:
+def decoder() -> Any:
+    """A Llama of 5M parameters with random weights, fp32."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=_VOCABULARY,
@@ -82,7 +83,7 @@ def _model() -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
-def _workload() -> list[tuple[list[int], int]]:
+def workload() -> list[tuple[list[int], int]]:
     """(Prompt, tokens to write) of each request."""
     chosen = random.Random(0)
     return [

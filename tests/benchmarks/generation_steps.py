@@ -36,7 +36,7 @@ from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
 from tests.servers import ROOT
 
-__all__ = ["measure"]
+__all__ = ["bpe_tokenizer", "measure"]
 
 _ROWS: Final = 32
 _SAMPLER_VOCABULARY: Final = 32_000
@@ -230,7 +230,7 @@ def _long_prompt(scale: Scale, say: Progress) -> Row:
 
 def _own_python(scale: Scale, say: Progress) -> Row:
     """All of a step but the model's forward and the sampler, with streams of text."""
-    model, tokenizer = _model(), _tokenizer()
+    model, tokenizer = _model(), bpe_tokenizer()
     module: Any = importlib.import_module("penstock.workers.generation.verification")
     engine = Engine.from_model(model, tokenizer, max_num_seqs=_ROWS, kv_cache_mb=128)
     inner = _Spent(engine.decoder.forward)
@@ -296,7 +296,7 @@ class _Forwarding:
 def _load(scale: Scale, say: Progress) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         _model(layers=12, width=512).save_pretrained(folder)
-        _tokenizer().save_pretrained(folder)
+        bpe_tokenizer().save_pretrained(folder)
 
         def ours() -> None:
             Engine.from_pretrained(folder, kv_cache_mb=64)
@@ -359,7 +359,7 @@ def _engine(model: Any, **options: Any) -> Engine:
     return Engine.from_model(model, kv_cache_mb=128, **options)
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def bpe_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE of the documents."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
