@@ -33,6 +33,22 @@ _MOST_FORM: Final = 64 * 1024
 _MOST_NAME: Final = 255
 _MOST_LISTED: Final = 10_000
 
+_FORM: Final = {
+    "type": "object",
+    "title": "Upload",
+    "required": ["purpose", "file"],
+    "properties": {
+        "purpose": {"type": "string", "enum": ["batch"]},
+        "file": {"type": "string", "format": "binary", "description": "The lines of a batch"},
+        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+        "expires_after[seconds]": {
+            "type": "integer",
+            "minimum": _LEAST_KEEP_S,
+            "description": "The lifetime of the file; with the anchor beside it",
+        },
+    },
+}
+
 
 class FileList(msgspec.Struct):
     """Files, in the order that was asked for."""
@@ -70,7 +86,7 @@ class FileRoutes:
             "order": "asc or desc, by the time of the upload; not given: desc",
         }
         return [
-            _route("POST", "/v1/files", self.upload, "OpenAI: upload a file for a batch, as a form", gives=File),
+            _route("POST", "/v1/files", self.upload, "OpenAI: upload a file for a batch", gives=File, form=_FORM),
             _route("GET", "/v1/files", self.show_files, "OpenAI: the files", gives=FileList, parameters=listed),
             _route("GET", "/v1/files/{id}", self.show, "OpenAI: one file", gives=File),
             _route("GET", "/v1/files/{id}/content", self.show_content, "OpenAI: the content of a file"),

@@ -102,6 +102,8 @@ def _operation(route: Route, schemas: dict[Any, dict[str, Any]]) -> dict[str, An
     if route.takes is not None:
         content = {"application/json": {"schema": schemas[route.takes]}}
         operation["requestBody"] = {"required": True, "content": content, "description": _BODY}
+    if route.form is not None:
+        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": route.form}}}
     return operation
 
 

@@ -50,6 +50,8 @@ class Route:
     other_statuses: tuple[int, ...] = ()
     """Further statuses whose answer has the type of `gives`."""
     needs: Needs | None = None
+    form: Mapping[str, Any] | None = None
+    """The JSON schema of the body, where it is a form (multipart/form-data)."""
 
     @property
     def right(self) -> Needs:

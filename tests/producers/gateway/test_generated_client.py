@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import subprocess
 import sys
@@ -56,3 +57,12 @@ def test_a_generated_client_works(stack: GatewayStack, generated: Any):
         assert (refused.status, refused.title) == (404, "model not found or not loaded")
         models = generated("api.default.get_v1_models").sync(client=client)
         assert "double" in [model.id for model in models.data]
+        lines = b'{"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {}}'
+        content = generated("types").File(io.BytesIO(lines), "lines.jsonl", "application/jsonl")
+        names = generated("models")
+        anchor = names.PostV1FilesUploadExpiresAfteranchor.CREATED_AT
+        form = names.PostV1FilesUpload(names.PostV1FilesUploadPurpose.BATCH, content, anchor, 3600)
+        file = generated("api.default.post_v1_files").sync(client=client, body=form)
+        assert (file.bytes_, file.filename, file.expires_at - file.created_at) == (len(lines), "lines.jsonl", 3600)
+        stored = generated("api.default.get_v1_files_id_content").sync_detailed(file.id, client=client)
+        assert stored.content == lines
