@@ -197,7 +197,9 @@ def test_no_request_breaks_the_gateway(stack: GatewayStack, seed: int, count: in
             if number == count // 2:
                 memory = resident_bytes(stack.gateway.pid)
         # Records of earlier tests may have expired since.
-        assert len(jobs_of(redis) - before) == len(jobs)
+        # A request whose answer was late, on a busy machine, may have a job; no refused one has.
+        late = statuses[503] + statuses[504]
+        assert len(jobs) <= len(jobs_of(redis) - before) <= len(jobs) + late, statuses
         assert jobs, "some requests are good"
         grown = resident_bytes(stack.gateway.pid) - memory
         # Shown with `-s`, and where the test fails.
