@@ -35,6 +35,7 @@ from penstock.producers.gateway.openai_batches import BatchEndpoint, BatchRoutes
 from penstock.producers.gateway.openai_chat import ChatRoutes
 from penstock.producers.gateway.openai_completions import CompletionRoutes
 from penstock.producers.gateway.openai_files import FileRoutes
+from penstock.producers.gateway.openai_responses import ResponseRoutes
 from penstock.producers.gateway.openai_texts import OpenAiTexts
 from penstock.producers.gateway.openapi import DocumentRoutes
 from penstock.producers.gateway.predict import PredictRoutes
@@ -148,7 +149,8 @@ class _Parts:
         server = inference.server
         self._config = server
         self.limits = Limits(inference.max_request_size_mb * _MIB, server.client_timeout_s)
-        self.client = GatewayClient.from_env(settings=settings)
+        # A job that the shared cache answered in this process would have an id that no other gateway knows.
+        self.client = GatewayClient.from_env(settings=settings.changed({"cache.producer_lookup": False}))
         limits = RateLimits(inference.safeguards.rate_limit, self.client.spend)
         self.access = Access(settings, KeyCopy(_RegisteredKeys(settings.registry_url).since), limits)
         self.address_header = server.address_header.encode("ascii")
@@ -160,11 +162,15 @@ class _Parts:
         self.health = health = HealthRoutes(self.client, self.figures)
         tokenizers = PackageTokenizers(inference.repo_root)
         store, predict, openai = open_store(settings), PredictRoutes(self.jobs), OpenAiRoutes(self.jobs, tokenizers)
+        texts = OpenAiTexts(TextJobs(self.jobs, self.streams), tokenizers)
+        chats, completions = ChatRoutes(self.client, texts), CompletionRoutes(self.client, texts)
         self.batches = BatchRoutes(
             store,
             self.client,
             (
                 BatchEndpoint("/v1/embeddings", openai.prepare_line),
+                BatchEndpoint("/v1/chat/completions", chats.prepare_line),
+                BatchEndpoint("/v1/completions", completions.prepare_line),
                 BatchEndpoint("/v1/models/{name}:predict", predict.prepare_line),
                 BatchEndpoint("/v1/models/{name}/versions/{version}:predict", predict.prepare_line),
             ),
@@ -172,7 +178,6 @@ class _Parts:
             max_outstanding=inference.batches.max_outstanding,
             max_line_bytes=self.limits.max_bytes,
         )
-        texts = OpenAiTexts(TextJobs(self.jobs, self.streams))
         groups = (
             JobRoutes(self.jobs, self.streams),
             predict,
@@ -181,8 +186,9 @@ class _Parts:
             FileRoutes(store, self.client, inference.batches.max_file_mb * _MIB),
             self.batches,
             ModelControlRoutes(self.client, settings),
-            CompletionRoutes(self.client, texts),
-            ChatRoutes(self.client, texts),
+            completions,
+            chats,
+            ResponseRoutes(self.jobs, self.streams),
             OipRoutes(self.jobs, health),
             health,
         )

@@ -103,7 +103,7 @@ class EventStreams:
             self._open.discard(task)
 
     async def _send(self, handle: AsyncJobHandle, codec: Codec, exchange: Exchange, last: int) -> None:
-        async with aclosing(self._events(handle, last)) as events:
+        async with aclosing(self.events(handle, last)) as events:
             async for event in events:
                 if not exchange.has_begun:
                     await exchange.begin_stream(EVENTS, STREAM_HEADERS)
@@ -114,7 +114,7 @@ class EventStreams:
         else:
             await exchange.answer(204)
 
-    async def _events(self, handle: AsyncJobHandle, last: int) -> AsyncGenerator[JobEvent | None, None]:
+    async def events(self, handle: AsyncJobHandle, last: int) -> AsyncGenerator[JobEvent | None, None]:
         """The events behind `last`, and None after each silence."""
         while not self._stopping.is_set():
             try:

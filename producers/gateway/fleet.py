@@ -106,6 +106,14 @@ class GatewayClient(AsyncClient):
         """
         return await self._submit_many(model, items, options, refused=refused, timeout_s=timeout_s)
 
+    async def forget(self, handle: AsyncJobHandle) -> None:
+        """Deletes the result and the events of a job of the caller; not of one that has not ended.
+
+        Raises UnknownJob and BrokerUnavailable.
+        """
+        if await self.job(handle.id).status() not in ("queued", "running"):
+            await self._broker.forget(handle.id)
+
     async def models(self) -> list[ServedModel]:
         """The models whose jobs are accepted, by name. Raises BrokerUnavailable."""
         self._enter_loop()

@@ -93,7 +93,7 @@ class OpenAiRoutes:
         await exchange.entry.spend(tokens=job.tokens)
         request = JobRequest(job.model, job.inputs, outputs=job.outputs, idempotency_key=key)
         finished = await self._jobs.run(request, exchange)
-        await exchange.answer(200, job.write(finished.outputs, finished.info.version))
+        await exchange.answer(200, job.write(finished.outputs, finished.info.version, finished.job_id))
 
     async def prepare_line(self, words: Mapping[str, str], body: bytes) -> LineJob:
         """The job of a request, or of a line of a batch. Raises InvalidInput and UnknownModel."""
@@ -104,7 +104,7 @@ class OpenAiRoutes:
         rows, usage = await self._read(spec, tensor, rows)
         as_text = _as_base64 if fields.encoding_format == "base64" else _as_numbers
 
-        def write(outputs: Mapping[str, Array], version: str) -> bytes:
+        def write(outputs: Mapping[str, Array], _version: str, _job_id: str) -> bytes:
             vectors = outputs[output].astype(np.float32, copy=False)
             found = [Embedding(index, as_text(vector)) for index, vector in enumerate(vectors)]
             return msgspec.json.encode(EmbeddingList(found, spec.name, usage))

@@ -5,23 +5,27 @@ POST /v1/chat/completions    messages: [{"role", "content"}, ...]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 
+from penstock.producers.gateway.batches.batch_run import LineJob
 from penstock.producers.gateway.exchange import Exchange
 from penstock.producers.gateway.fleet import GatewayClient
 from penstock.producers.gateway.openai import openai_error
+from penstock.producers.gateway.openai_logprobs import ChatLogprobs, LogprobWish, chat_logprobs, wished_top
 from penstock.producers.gateway.openai_sampling import SamplingFields, generating_spec, sampling_of
-from penstock.producers.gateway.openai_texts import Head, OpenAiTexts, UsageView, reason_of
+from penstock.producers.gateway.openai_texts import Head, OpenAiTexts, UsageView, line_job, reason_of
 from penstock.producers.gateway.request_headers import idempotency_key
 from penstock.producers.gateway.routing import Route
 from penstock.producers.gateway.tensors import decoded
 from penstock.producers.gateway.text_jobs import Delta, Text, TextRequest
+from penstock.producers.gateway.token_pieces import TokenChoice
 from penstock.registry.errors import InvalidInput
 
-__all__ = ["ChatRoutes"]
+__all__ = ["ChatRoutes", "structure_of"]
 
 _MAX_TOKENS: Final = 128
 """Of a request that names none."""
@@ -40,6 +44,7 @@ class ChatFields(SamplingFields, kw_only=True):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
+    top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     functions: list[dict[str, Any]] | None = None
@@ -62,7 +67,7 @@ class ChatChoice(msgspec.Struct):
     index: int
     message: ChatMessage
     finish_reason: str
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
@@ -82,7 +87,7 @@ class ChatDelta(msgspec.Struct):
     index: int
     delta: ChatMessage
     finish_reason: str | None = None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -123,35 +128,47 @@ class ChatRoutes:
         """POST /v1/chat/completions."""
         key = idempotency_key(exchange)
         fields = decoded(await exchange.body(), ChatFields)
-        if fields.logprobs:
-            raise InvalidInput("logprobs: found true, expected none on this route")
-        tools = _tools(fields)
+        request, shape = await self._asked(fields)
+        request = replace(request, idempotency_key=key, traceparent=exchange.header(b"traceparent"))
+        await self._texts.answer(fields, request, shape, exchange)
+
+    async def prepare_line(self, words: Mapping[str, str], body: bytes) -> LineJob:
+        """The job of a line of a batch. Raises InvalidInput and UnknownModel."""
+        fields = decoded(body, ChatFields)
+        return line_job(fields, *await self._asked(fields))
+
+    async def _asked(self, fields: ChatFields) -> tuple[TextRequest, _Shape]:
+        tools, top = _tools(fields), wished_top(wants_logprobs=fields.logprobs, top=fields.top_logprobs)
         spec = await generating_spec(self._client, fields.model)
         most = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
-        params, choices = sampling_of(fields, _MAX_TOKENS if most is None else most, **_structure(fields))
-        request = TextRequest(
-            spec.name,
-            [{"messages": _messages(fields), **({"tools": tools} if tools else {})}],
-            params,
-            choices,
-            priority=fields.priority or "normal",
-            idempotency_key=key,
-            traceparent=exchange.header(b"traceparent"),
+        params, choices = sampling_of(
+            fields, _MAX_TOKENS if most is None else most, logprobs=top, **structure_of(fields.response_format)
         )
-        shape = _Shape(may_call=bool(tools), is_older=bool(fields.functions))
-        await self._texts.answer(fields, request, shape, exchange)
+        inputs = {"messages": _messages(fields), **({"tools": tools} if tools else {})}
+        request = TextRequest(spec.name, [inputs], params, choices, priority=fields.priority or "normal")
+        wish = await self._texts.logprob_wish(spec, top)
+        return request, _Shape(wish, choices, may_call=bool(tools), is_older=bool(fields.functions))
 
 
 class _Shape:
-    """The objects of chats. may_call: the answer may be calls of tools. is_older: in the form of functions."""
+    """The objects of chats. wish: None where no log probabilities are asked for. choices: the answers of the chat.
 
-    def __init__(self, *, may_call: bool, is_older: bool) -> None:
+    may_call: an answer may be calls of tools. is_older: in the form of functions.
+    """
+
+    def __init__(self, wish: LogprobWish | None, choices: int, *, may_call: bool, is_older: bool) -> None:
+        self._wish = wish
+        self._places = [] if wish is None else [wish.places() for _ in range(choices)]
         self._may_call = may_call
         self._is_older = is_older
 
     def whole(self, head: Head, texts: Sequence[Text], usage: UsageView) -> ChatCompletion:
         choices = [
-            ChatChoice(index, self._message(each, "assistant"), self._reason(each)) for index, each in enumerate(texts)
+            ChatChoice(
+                *(index, self._message(each, "assistant"), self._reason(each)),
+                self._logprobs(index, each.text, each.tokens),
+            )
+            for index, each in enumerate(texts)
         ]
         return ChatCompletion(id=_id(head), choices=choices, created=head.created, model=head.model, usage=usage)
 
@@ -161,15 +178,18 @@ class _Shape:
     def chunk(self, head: Head, delta: Delta) -> ChatChunk | None:
         """A text that may turn out to be a call is told with its end."""
         whole = delta.whole
+        logprobs = self._logprobs(delta.index, delta.text, delta.tokens)
         if not self._may_call:
             news = ChatMessage(content=delta.text) if delta.text else ChatMessage()
-            return _chunk(head, [ChatDelta(delta.index, news, None if whole is None else reason_of(whole))])
+            return _chunk(head, [ChatDelta(delta.index, news, None if whole is None else reason_of(whole), logprobs)])
         if whole is None:
             return None
         news = self._message(whole, "")
         if isinstance(news.tool_calls, list):
             news.tool_calls = [{"index": index, **call} for index, call in enumerate(news.tool_calls)]
-        return _chunk(head, [ChatDelta(delta.index, news, self._reason(whole))])
+        if self._wish is not None:
+            logprobs = chat_logprobs(self._wish, self._wish.places().take(whole.text, whole.tokens))
+        return _chunk(head, [ChatDelta(delta.index, news, self._reason(whole), logprobs)])
 
     def end(self, head: Head, usage: UsageView) -> ChatChunk:
         return _chunk(head, [], usage)
@@ -183,6 +203,12 @@ class _Shape:
         if self._is_older:
             return ChatMessage(role, content, function_call=calls[0]["function"])
         return ChatMessage(role, content, calls)
+
+    def _logprobs(self, index: int, text: str, tokens: Sequence[TokenChoice]) -> ChatLogprobs | None:
+        """Of what is new of an answer."""
+        if self._wish is None:
+            return None
+        return chat_logprobs(self._wish, self._places[index].take(text, tokens))
 
     def _reason(self, text: Text) -> str:
         is_call = text.finish_reason == "tool_calls"
@@ -223,9 +249,9 @@ def _tools(fields: ChatFields) -> list[dict[str, Any]]:
     return fields.tools or [{"type": "function", "function": function} for function in fields.functions or []]
 
 
-def _structure(fields: ChatFields) -> dict[str, Any]:
-    """response_format as a field of SamplingParams. Raises InvalidInput for a kind that is unknown."""
-    wish = fields.response_format or {"type": "text"}
+def structure_of(response_format: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`response_format` as a field of SamplingParams. Raises InvalidInput for a kind that is unknown."""
+    wish = response_format or {"type": "text"}
     kind = wish.get("type")
     if kind == "text":
         return {}

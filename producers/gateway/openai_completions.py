@@ -5,20 +5,24 @@ POST /v1/completions    prompt: a text, texts, a list of tokens, or lists of tok
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 
+from penstock.producers.gateway.batches.batch_run import LineJob
 from penstock.producers.gateway.exchange import Exchange
 from penstock.producers.gateway.fleet import GatewayClient
 from penstock.producers.gateway.openai import openai_error
+from penstock.producers.gateway.openai_logprobs import CompletionLogprobs, LogprobWish, completion_logprobs
 from penstock.producers.gateway.openai_sampling import SamplingFields, generating_spec, sampling_of
-from penstock.producers.gateway.openai_texts import Head, OpenAiTexts, UsageView, reason_of
+from penstock.producers.gateway.openai_texts import Head, OpenAiTexts, UsageView, line_job, reason_of
 from penstock.producers.gateway.request_headers import idempotency_key
 from penstock.producers.gateway.routing import Route
 from penstock.producers.gateway.tensors import decoded
 from penstock.producers.gateway.text_jobs import Delta, Text, TextRequest
+from penstock.producers.gateway.token_pieces import TokenChoice
 from penstock.registry.errors import InvalidInput
 from penstock.registry.generation_inputs import as_inputs
 
@@ -45,7 +49,7 @@ class CompletionChoice(msgspec.Struct):
     index: int
     text: str
     finish_reason: str | None = None
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
 
 
 class Completion(msgspec.Struct, kw_only=True):
@@ -86,33 +90,42 @@ class CompletionRoutes:
         """POST /v1/completions."""
         key = idempotency_key(exchange)
         fields = decoded(await exchange.body(), CompletionFields)
+        request, shape = await self._asked(fields)
+        request = replace(request, idempotency_key=key, traceparent=exchange.header(b"traceparent"))
+        await self._texts.answer(fields, request, shape, exchange)
+
+    async def prepare_line(self, words: Mapping[str, str], body: bytes) -> LineJob:
+        """The job of a line of a batch. Raises InvalidInput and UnknownModel."""
+        fields = decoded(body, CompletionFields)
+        return line_job(fields, *await self._asked(fields))
+
+    async def _asked(self, fields: CompletionFields) -> tuple[TextRequest, _Shape]:
         _refuse_others(fields)
         spec = await generating_spec(self._client, fields.model)
-        params, choices = sampling_of(fields, _MAX_TOKENS if fields.max_tokens is None else fields.max_tokens)
+        most = _MAX_TOKENS if fields.max_tokens is None else fields.max_tokens
+        wish = await self._texts.logprob_wish(spec, fields.logprobs)
+        params, choices = sampling_of(fields, most, logprobs=fields.logprobs)
         prompts = _prompts(fields.prompt)
-        request = TextRequest(
-            spec.name,
-            [as_inputs(prompt) for prompt in prompts],
-            params,
-            choices,
-            priority=fields.priority or "normal",
-            idempotency_key=key,
-            traceparent=exchange.header(b"traceparent"),
-        )
-        shape = _Shape([_echoed(prompt) if fields.echo else "" for prompt in prompts for _ in range(choices)])
-        await self._texts.answer(fields, request, shape, exchange)
+        inputs = [as_inputs(prompt) for prompt in prompts]
+        request = TextRequest(spec.name, inputs, params, choices, priority=fields.priority or "normal")
+        echoes = [_echoed(prompt) if fields.echo else "" for prompt in prompts for _ in range(choices)]
+        return request, _Shape(echoes, wish)
 
 
 class _Shape:
-    """echoes: what stands before each text."""
+    """echoes: what stands before each text. wish: None where no log probabilities are asked for."""
 
-    def __init__(self, echoes: Sequence[str]) -> None:
+    def __init__(self, echoes: Sequence[str], wish: LogprobWish | None) -> None:
         self._echoes = echoes
+        self._wish = wish
+        self._places = [] if wish is None else [wish.places() for _ in echoes]
 
     def whole(self, head: Head, texts: Sequence[Text], usage: UsageView) -> Completion:
         choices = [
-            CompletionChoice(index, echo + each.text, reason_of(each))
-            for index, (each, echo) in enumerate(zip(texts, self._echoes, strict=True))
+            CompletionChoice(
+                index, self._echoes[index] + each.text, reason_of(each), self._logprobs(index, each.text, each.tokens)
+            )
+            for index, each in enumerate(texts)
         ]
         return _completion(head, choices, usage)
 
@@ -121,12 +134,19 @@ class _Shape:
         return _completion(head, [CompletionChoice(index, echo)]) if echo else None
 
     def chunk(self, head: Head, delta: Delta) -> Completion:
-        return _completion(
-            head, [CompletionChoice(delta.index, delta.text, reason_of(delta.whole) if delta.whole else None)]
-        )
+        reason = reason_of(delta.whole) if delta.whole else None
+        logprobs = self._logprobs(delta.index, delta.text, delta.tokens)
+        return _completion(head, [CompletionChoice(delta.index, delta.text, reason, logprobs)])
 
     def end(self, head: Head, usage: UsageView) -> Completion:
         return _completion(head, [], usage)
+
+    def _logprobs(self, index: int, text: str, tokens: Sequence[TokenChoice]) -> CompletionLogprobs | None:
+        """Of what is new of a text."""
+        if self._wish is None:
+            return None
+        placed = self._places[index].take(text, tokens)
+        return completion_logprobs(self._wish, placed, len(self._echoes[index]))
 
 
 def _completion(head: Head, choices: list[CompletionChoice], usage: UsageView | None = None) -> Completion:
@@ -137,8 +157,8 @@ def _refuse_others(fields: CompletionFields) -> None:
     """Raises InvalidInput for a wish that would change the answer and that is not obeyed."""
     if fields.suffix:
         raise InvalidInput("suffix: found a text, expected none: no model here fills a gap")
-    if fields.logprobs is not None:
-        raise InvalidInput("logprobs: found a number, expected none on this route")
+    if fields.logprobs is not None and fields.echo:
+        raise InvalidInput("logprobs: found a number beside echo, expected one of both: a prompt has none here")
     if fields.best_of is not None and fields.best_of != (fields.n or 1):
         raise InvalidInput(f"best_of is {fields.best_of}. Expected none, or n")
 

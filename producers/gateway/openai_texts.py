@@ -2,6 +2,7 @@
 
     TextRequest -> TextJobs -> whole texts -> Shape.whole -> the answer
                             `-> deltas -> Shape.begin, chunk, end -> data: {...}, data: {...}, data: [DONE]
+    line of a batch -> line_job -> one job -> Shape.whole -> the answer of the line
 
 An error after the first chunk is a last chunk: `data: {"error": {...}}`.
 """
@@ -9,20 +10,27 @@ An error after the first chunk is a last chunk: `data: {"error": {...}}`.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
+from penstock.producers.gateway.batches.batch_run import LineJob
 from penstock.producers.gateway.event_stream import EVENTS, HEARTBEAT, STREAM_HEADERS, StreamsStopped
 from penstock.producers.gateway.exchange import ClientGone, Exchange
 from penstock.producers.gateway.openai import openai_error
+from penstock.producers.gateway.openai_logprobs import LogprobWish
 from penstock.producers.gateway.openai_sampling import SamplingFields
 from penstock.producers.gateway.problems import problem_of
-from penstock.producers.gateway.text_jobs import Delta, Text, TextJobs, TextRequest, TextUsage
-from penstock.registry.errors import PenstockError
+from penstock.producers.gateway.text_jobs import Delta, Text, TextJobs, TextRequest, TextUsage, texts_of
+from penstock.producers.gateway.token_counts import PackageTokenizers
+from penstock.registry.errors import InvalidInput, PenstockError
+from penstock.registry.generation_inputs import with_options
+from penstock.registry.package import ModelSpec
+from penstock.registry.tensors import Array
 
-__all__ = ["Head", "OpenAiTexts", "Shape", "UsageView", "reason_of"]
+__all__ = ["Head", "OpenAiTexts", "Shape", "UsageView", "line_job", "reason_of"]
 
 _DONE: Final = b"data: [DONE]\n\n"
 _JOB_ID: Final = b"penstock-job-id"
@@ -70,8 +78,17 @@ class Shape(Protocol):
 class OpenAiTexts:
     """Answers requests for texts."""
 
-    def __init__(self, texts: TextJobs) -> None:
+    def __init__(self, texts: TextJobs, tokenizers: PackageTokenizers) -> None:
         self._texts = texts
+        self._tokenizers = tokenizers
+
+    async def logprob_wish(self, spec: ModelSpec, top: int | None) -> LogprobWish | None:
+        """How log probabilities are told; None: none are asked for. Raises InvalidInput without the tokenizer."""
+        if top is None:
+            return None
+        if (tokenizer := await self._tokenizers.of(spec)) is None:
+            raise InvalidInput(f"logprobs: the tokenizer of {spec.name} is not here. Expected a request without them")
+        return LogprobWish(tokenizer.pieces, top)
 
     async def answer(self, fields: SamplingFields, request: TextRequest, shape: Shape, exchange: Exchange) -> None:
         """As a stream where `fields` asks for one. Each text counts for the limits of the caller."""
@@ -120,6 +137,24 @@ class OpenAiTexts:
                 await exchange.write(_event(shape.end(head, usage)))
             await exchange.write(_DONE)
             await exchange.end_stream()
+
+
+def line_job(fields: SamplingFields, request: TextRequest, shape: Shape) -> LineJob:
+    """The one job of a line of a batch. Raises InvalidInput for what a line cannot have."""
+    if fields.stream:
+        raise InvalidInput("stream: found true, expected none: a line of a batch has a whole answer")
+    if fields.priority is not None:
+        raise InvalidInput("Found priority. Expected none: a batch runs at low priority")
+    if len(request.prompts) != 1:
+        raise InvalidInput(f"prompt: found {len(request.prompts)} prompts. Expected a line of the batch for each")
+    params = replace(request.params, n=request.choices)
+
+    def write(outputs: Mapping[str, Array], _version: str, job_id: str) -> bytes:
+        texts = texts_of(outputs)
+        usage = _summed([text.usage for text in texts], request.choices)
+        return msgspec.json.encode(shape.whole(Head(job_id, int(time.time()), request.model), texts, usage))
+
+    return LineJob(request.model, with_options(request.prompts[0], params), None, (), write, tells_version=False)
 
 
 def reason_of(text: Text) -> str:

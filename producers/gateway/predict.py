@@ -122,7 +122,7 @@ class PredictRoutes:
         version = words.get("version", fields.version)
         spec = await self._client.spec_of(words["name"], version)
 
-        def write(outputs: Mapping[str, Array], answered: str) -> bytes:
+        def write(outputs: Mapping[str, Array], answered: str, _job_id: str) -> bytes:
             facts = {"model": spec.name, "version": answered}
             return write_outputs(outputs, spec.codecs.default, facts, JSON)[0]
 

@@ -9,6 +9,7 @@ A request without an idempotency key takes its jobs with it: when its client has
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from penstock.producers.async_client import AsyncJobHandle
 from penstock.producers.events import JobEvent
 from penstock.producers.gateway.event_stream import EventStreams
 from penstock.producers.gateway.exchange import ClientGone, Exchange
+from penstock.producers.gateway.token_pieces import TokenChoice
 from penstock.producers.gateway.waiting import JobRequest, Jobs, job_headers
 from penstock.registry.errors import InvalidInput, JobFailed
 from penstock.registry.generation_inputs import with_options
@@ -27,7 +29,7 @@ from penstock.registry.queues import PriorityName
 from penstock.registry.sampling_params import SamplingParams
 from penstock.registry.tensors import Array
 
-__all__ = ["Delta", "Text", "TextJobs", "TextRequest", "TextUsage"]
+__all__ = ["Delta", "Sent", "Text", "TextJobs", "TextRequest", "TextUsage", "delta_of", "texts_of"]
 
 _MOST_JOBS: Final = 128
 _MOST_SEED: Final = 2**64
@@ -86,21 +88,36 @@ class TextUsage(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A whole text. message: of the answer to a chat, in OpenAI's form; None where there was a prompt."""
+    """A whole text. message: of the answer to a chat, in OpenAI's form; None where there was a prompt.
+
+    tokens: those that were generated, where their log probabilities were asked for.
+    """
 
     text: str
     finish_reason: str
     usage: TextUsage
     message: dict[str, Any] | None = None
+    tokens: Sequence[TokenChoice] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new of one text. index: of the text. whole: with its end."""
+    """What is new of one text. index: of the text. whole: with its end. tokens: see Text."""
 
     index: int
     text: str
     whole: Text | None = None
+    tokens: Sequence[TokenChoice] = ()
+
+
+class Sent(NamedTuple):
+    """How much of a text was told: characters, and tokens with their log probabilities."""
+
+    characters: int = 0
+    tokens: int = 0
+
+    def and_then(self, delta: Delta) -> Sent:
+        return Sent(self.characters + len(delta.text), self.tokens + len(delta.tokens))
 
 
 class TextJobs:
@@ -121,7 +138,7 @@ class TextJobs:
                 for wait in waits:
                     wait.cancel()
             exchange.about = job_headers(handles[0].id, infos[0])
-            return [_text_of(await handle.result()) for handle in handles]
+            return [texts_of(await handle.result())[0] for handle in handles]
 
     @asynccontextmanager
     async def deltas(
@@ -164,7 +181,7 @@ class TextJobs:
 
         tasks = [asyncio.create_task(follow(*each)) for each in enumerate(handles)]
         left = len(handles)
-        sent = [0] * left
+        sent = [Sent()] * left
         try:
             while left:
                 try:
@@ -175,9 +192,9 @@ class TextJobs:
                     continue
                 if isinstance(event, BaseException):
                     raise event
-                delta = _delta_of(index, event, sent[index])
+                delta = delta_of(index, event, sent[index])
                 if delta is not None:
-                    sent[index] += len(delta.text)
+                    sent[index] = sent[index].and_then(delta)
                     left -= delta.whole is not None
                     yield delta
         finally:
@@ -185,30 +202,49 @@ class TextJobs:
                 task.cancel()
 
 
-def _text_of(outputs: Mapping[str, Array]) -> Text:
+def texts_of(outputs: Mapping[str, Array]) -> list[Text]:
+    """The texts that one job has generated."""
     prompt, completion, cached = (int(number) for number in outputs["usage"])
-    message = str(outputs["message"][0])
-    return Text(
-        str(outputs["text"][0]),
-        str(outputs["finish_reason"][0]),
-        TextUsage(prompt, completion, cached),
-        msgspec.json.decode(message) if message else None,
-    )
+    found: list[Text] = []
+    for row, text in enumerate(outputs["text"]):
+        ids = [int(token) for token in outputs["token_ids"][row] if token >= 0]
+        # The usage of a job counts its texts together.
+        written = completion if len(outputs["text"]) == 1 else len(ids)
+        message = str(outputs["message"][row])
+        found.append(
+            Text(
+                str(text),
+                str(outputs["finish_reason"][row]),
+                TextUsage(prompt, written, cached),
+                msgspec.json.decode(message) if message else None,
+                _choices(ids, str(outputs["logprobs"][row])),
+            )
+        )
+    return found
 
 
-def _delta_of(index: int, event: JobEvent, sent: int) -> Delta | None:
-    """None for an event without text. sent: characters of the text so far.
+def delta_of(index: int, event: JobEvent, sent: Sent) -> Delta | None:
+    """None for an event without text. sent: what was told before.
 
     Raises the error of a job that failed, and JobFailed for a lost beginning.
     """
     if event.type == "chunk":
-        return Delta(index, str(event.data["text"]))
+        tokens = _choices(event.data["token_ids"].tolist(), str(event.data.get("logprobs", "")))
+        return Delta(index, str(event.data["text"]), tokens=tokens)
     if event.type == "completed":
-        whole = _text_of(event.data)
+        (whole,) = texts_of(event.data)
         # An answer from the cache has no chunks.
-        return Delta(index, whole.text[sent:], whole)
-    if event.type == "reset" and sent:
+        return Delta(index, whole.text[sent.characters :], whole, whole.tokens[sent.tokens :])
+    if event.type == "reset" and sent != Sent():
         raise JobFailed("The beginning of the text was sent, and the job began anew. Expected a new request")
     if isinstance(event.data, Exception):
         raise event.data
     return None
+
+
+def _choices(ids: Sequence[int], logprobs: str) -> list[TokenChoice]:
+    """The tokens with their log probabilities, which are JSON; none where none were asked for."""
+    if not logprobs:
+        return []
+    found = [{int(token): float(value) for token, value in at.items()} for at in json.loads(logprobs)]
+    return [TokenChoice(*each) for each in zip(ids, found, strict=True)]

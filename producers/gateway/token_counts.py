@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from penstock.producers.gateway.token_pieces import TokenPieces
 from penstock.registry.errors import InvalidInput
 from penstock.registry.package import ModelSpec, find, load_package
+from penstock.registry.package.generation import GENERATE
 from penstock.registry.package.inspection import declared_positions
 
 __all__ = ["PackageTokenizer", "PackageTokenizers"]
@@ -23,6 +25,7 @@ __all__ = ["PackageTokenizer", "PackageTokenizers"]
 _FILE: Final = "tokenizer.json"
 _TEXTS_IN_THE_LOOP: Final = 64
 _LOOK_AGAIN_S: Final = 60.0
+_FORMATS: Final = ("transformers", GENERATE)
 
 
 class PackageTokenizer:
@@ -35,6 +38,7 @@ class PackageTokenizer:
         else:
             backend.enable_truncation(limit)
         self._backend = backend
+        self.pieces: Final = TokenPieces(backend)
 
     async def count(self, texts: Sequence[str]) -> int:
         """The tokens that the model reads for these texts, its special tokens included."""
@@ -74,7 +78,7 @@ class PackageTokenizers:
         key, now = (spec.name, spec.version), asyncio.get_running_loop().time()
         if (known := self._found.get(key)) is not None:
             return known
-        if spec.format != "transformers" or self._missing.get(key, 0.0) > now:
+        if spec.format not in _FORMATS or self._missing.get(key, 0.0) > now:
             return None
         loaded = await asyncio.to_thread(_load, self._root, spec)
         if loaded is None:
@@ -92,8 +96,11 @@ def _load(root: Path, spec: ModelSpec) -> PackageTokenizer | None:
     try:
         package = load_package(find(root, spec.name, spec.version).path, trusted_roots=(root,))
         folder = package.source_folder()
-        limit = spec.batching.max_length or declared_positions(folder, package.label)
         backend = Tokenizer.from_file(str(folder / _FILE))
+        if spec.format == GENERATE:
+            # Its worker refuses prompts that are too long, and cuts none.
+            return PackageTokenizer(backend, None)
+        limit = spec.batching.max_length or declared_positions(folder, package.label)
     except Exception:  # of packages PenstockError; of files that are missing or broken, the library has no narrower one
         return None
     return PackageTokenizer(backend, limit if spec.batching.truncate else None)

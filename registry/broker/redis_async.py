@@ -47,7 +47,7 @@ from penstock.registry.broker.redis_connection import (
 from penstock.registry.broker.redis_reads import Steps, T, read_job_record, read_job_records
 from penstock.registry.broker.redis_refusals import final, refusal, unanswered
 from penstock.registry.errors import BrokerDamaged
-from penstock.registry.queues import MODELS_KEY, WORKERS_KEY, flow_key, stream_keys, worker_key
+from penstock.registry.queues import MODELS_KEY, WORKERS_KEY, events_key, flow_key, record_key, stream_keys, worker_key
 
 __all__ = ["AsyncRedisStreams"]
 
@@ -114,6 +114,11 @@ class AsyncRedisStreams:
     async def expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
         """See ProducerEnd.expire."""
         return bool(await self._run(scripts.expire(job_id, tenant, sealed, self._result_ttl_ms)))
+
+    async def forget(self, job_id: str) -> None:
+        """Deletes the result and the events of a job that has ended."""
+        for key in (record_key(job_id), events_key(job_id)):
+            await self._run(["PEXPIRE", key, 0])
 
     async def rate(self, job_id: str, experiment: str, version: str, quality: float) -> Rating:
         """See ProducerEnd.rate."""

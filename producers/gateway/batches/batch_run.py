@@ -61,7 +61,7 @@ _STOPPED: Final[Mapping[StopCode, str]] = {
 
 
 class LineJob(NamedTuple):
-    """The job of a line. write: its outputs and version -> the JSON of the answer, which may tell the version.
+    """The job of a line. write: its outputs, version and id -> the JSON of the answer, which may tell the version.
 
     tells_version: whether it does; else `write` gets an empty one, which saves a second look at the result.
     """
@@ -70,7 +70,7 @@ class LineJob(NamedTuple):
     inputs: Mapping[str, object]
     version: str | None
     outputs: tuple[str, ...]
-    write: Callable[[Mapping[str, Array], str], bytes]
+    write: Callable[[Mapping[str, Array], str, str], bytes]
     tells_version: bool = True
     tokens: int = 0
     """Of the inputs, where they are counted."""
@@ -262,7 +262,7 @@ class BatchRun:
     async def _answered(self, each: _Pending, handle: AsyncJobHandle, outputs: Mapping[str, Array]) -> EndedLine:
         version = (await handle.info()).version if each.job.tells_version else ""
         try:
-            body = each.job.write(outputs, version)
+            body = each.job.write(outputs, version, handle.id)
         except PenstockError as error:
             return self._failed(each.line.number, each.custom_id, handle.id, error)
         return EndedLine(each.line.number, each.custom_id, 200, handle.id, body)

@@ -13,6 +13,7 @@ import yaml
 
 from tests.gateway_process import GatewayProcess
 from tests.packages import write_double, write_package, write_raiser, write_sleeper
+from tests.producers.gateway.texts import Site, writing_site
 from tests.servers import ROOT, RedisServer, WorkerProcess, redis_binaries, require
 
 _EMBEDDER = """
@@ -63,6 +64,13 @@ def http(stack: GatewayStack) -> Iterator[httpx.Client]:
     """A client of the shared gateway."""
     with stack.gateway.client() as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def site(stack: GatewayStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A gateway and a worker that write texts, on the shared server."""
+    with writing_site(stack.server, tmp_path_factory.mktemp("texts")) as found:
+        yield found
 
 
 StartGateway = Callable[..., GatewayProcess]

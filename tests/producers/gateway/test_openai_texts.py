@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import pytest
 
-from penstock.registry.sampling_params import SamplingParams
-from penstock.workers.generation.engine import Engine
-from tests.gateway_process import GatewayProcess
-from tests.producers.gateway.conftest import GatewayStack
-from tests.servers import WorkerProcess, require_module
-from tests.workers.generation.packages import write_writer
+from tests.producers.gateway.texts import Site, client_of
+from tests.servers import require_module
 
 PROMPTS = ["the stream", "größe, naïve", "日本語"]
-TEMPLATE = (
-    "{% for tool in tools or [] %}<tool_call>{{ tool.function.name }}</tool_call>{% endfor %}"
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
-)
-"""It shows the form of calls that the parser `hermes` reads."""
 MESSAGES = [
     {"role": "system", "content": "short"},
     {"role": "user", "content": [{"type": "text", "text": "grüß dich"}]},
@@ -32,38 +23,10 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 GREEDY = {"temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
-class Site(NamedTuple):
-    """The gateway, and an engine over the same package in this process."""
-
-    gateway: GatewayProcess
-    engine: Engine
-
-    def expected(self, prompt: Any, max_tokens: int = 24, **params: Any) -> str:
-        """The text of the engine alone."""
-        wishes = {"temperature": 0, "ignore_eos": True, **params}
-        return self.engine.generate(prompt, SamplingParams(max_tokens=max_tokens, **wishes))[0].outputs[0].text
-
-    def tokens(self, text: str) -> list[int]:
-        """As the model counts them."""
-        found: list[int] = self.engine.decoder.tokenizer(text)["input_ids"]
-        return found
-
-
-@pytest.fixture(scope="module")
-def site(stack: GatewayStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    folder = tmp_path_factory.mktemp("texts")
-    package = write_writer(folder / "models")
-    (package / "chat_template.jinja").write_text(TEMPLATE)
-    worker = WorkerProcess(stack.server, folder / "models", folder, name="texts@test").start()
-    yield Site(stack.gateway, Engine.from_pretrained(package, max_num_seqs=4, kv_cache_mb=4, packed_linears="off"))
-    worker.stop()
-
-
 @pytest.fixture
 def openai(site: Site) -> Iterator[Any]:
     """OpenAI's client, without its own retries."""
-    module = require_module("openai")
-    with module.OpenAI(base_url=f"{site.gateway.url}/v1", api_key="none", max_retries=0) as client:
+    with client_of(site.gateway) as client:
         yield client
 
 
@@ -182,7 +145,8 @@ def test_client_that_goes_cancels_its_jobs(site: Site):
         ({"prompt": "a", "n": 129}, "Found 129 texts in one request. Expected 1 to 128"),
         ({"prompt": "a", "top_p": 0}, "top_p: found 0"),
         ({"prompt": "a", "suffix": "b"}, "suffix: found a text"),
-        ({"prompt": "a", "logprobs": 2}, "logprobs: found a number"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs: found 21, expected an integer from 0 to 20"),
+        ({"prompt": "a", "logprobs": 2, "echo": True}, "logprobs: found a number beside echo"),
         ({"prompt": "a", "best_of": 2}, "best_of is 2"),
         ({"prompt": [1], "echo": True}, "echo: found true beside tokens"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias: found 'x', expected an integer"),
@@ -296,7 +260,8 @@ def test_json_of_a_schema(openai: Any):
         ({"tools": [TOOL], "functions": [TOOL["function"]]}, "Found tools and functions"),
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice: found another value"),
         ({"response_format": {"type": "xml"}}, "response_format: found another form"),
-        ({"logprobs": True}, "logprobs: found true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21. Expected 0 to 20"),
+        ({"top_logprobs": 2}, "top_logprobs: found a number without logprobs"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}}, "json_schema"),
     ],
 )
