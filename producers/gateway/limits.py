@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import accumulate
 from typing import Final, NamedTuple, TypeAlias
 
 from penstock.registry.api_keys import KeyLimits
@@ -69,6 +70,31 @@ class RateLimits:
             found.append(Charge(Meter("route", meter_key(f"{who}:{route}", "route"), "m", rate), 1))
         return tuple(found)
 
+    def line_charges(self, owner: Owner) -> tuple[Charge, ...]:
+        """What a line of a batch costs its key and tenant; the address of its caller has gone.
+
+        Lines take at most a half of each limit per minute: the other half is left to single requests.
+        """
+        charges = self.charges(owner._replace(address=""), "")
+        return tuple(Charge(_for_lines(meter), cost) for meter, cost in charges if meter.name != "address")
+
+    async def admit_most(self, charges: Sequence[Charge], tokens: Sequence[int]) -> int:
+        """Charges as many requests as there is room for, from the first one on. tokens: of each, 0 where unknown.
+
+        A request of more tokens than the limit is charged as many as that. Raises RateLimited when there is no room
+        for the first one, and BrokerUnavailable.
+        """
+        count = len(tokens)
+        while True:
+            costs = [Charge(meter, _cost_of(meter, tokens[:count])) for meter, _ in charges]
+            try:
+                await self.admit(costs)
+                return count
+            except RateLimited as refused:
+                count = min(_fitting(reading, tokens[:count]) for reading in refused.readings)
+                if not count:
+                    raise
+
     async def admit(self, charges: Sequence[Charge]) -> tuple[Reading, ...]:
         """Charges one request. Raises RateLimited, and then nothing is charged; and BrokerUnavailable."""
         loop = asyncio.get_running_loop()
@@ -107,6 +133,25 @@ class RateLimits:
         for (_, waiting), answer in zip(batch, answers, strict=True):
             if not waiting.done():
                 waiting.set_result(answer)
+
+
+def _for_lines(meter: Meter) -> Meter:
+    return meter._replace(limit=max(1, meter.limit // 2)) if meter.kind == "m" else meter
+
+
+def _cost_of(meter: Meter, tokens: Sequence[int]) -> int:
+    return sum(min(each, meter.limit) for each in tokens) if meter.name == _TOKENS else len(tokens)
+
+
+def _fitting(reading: Reading, tokens: Sequence[int]) -> int:
+    """How many of the requests the meter has room for."""
+    meter, left, _ = reading
+    if meter.name != _TOKENS:
+        return min(left, len(tokens))
+    if not left:
+        return 0
+    sums = accumulate(min(each, meter.limit) for each in tokens)
+    return sum(found <= left for found in sums)
 
 
 def headers_of(readings: Sequence[Reading]) -> list[tuple[bytes, bytes]]:

@@ -57,9 +57,12 @@ _decode_outer = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class _Tensor(msgspec.Struct, forbid_unknown_fields=True):
+    """A tensor in JSON, with either data or base64."""
+
     dtype: str
     shape: tuple[int, ...]
-    data: msgspec.Raw
+    data: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    base64: bytes | msgspec.UnsetType = msgspec.UNSET
 
 
 class Document(NamedTuple):
@@ -230,9 +233,15 @@ def _numbers(text: memoryview, declared: TensorSpec) -> Array | None:
         if bytes(text[:1]) == b"[":
             return _array(text, declared.dtype, len(declared.shape))
         tensor = _decode_tensor(text)
+        data, in_base64 = tensor.data, tensor.base64
         if tensor.dtype != declared.dtype or len(tensor.shape) > _MOST_DIMS:
             return None
-        values = _array(memoryview(tensor.data), tensor.dtype, len(tensor.shape))
+        if not isinstance(data, msgspec.UnsetType) and isinstance(in_base64, msgspec.UnsetType):
+            values = _array(memoryview(data), tensor.dtype, len(tensor.shape))
+        elif isinstance(data, msgspec.UnsetType) and isinstance(in_base64, bytes) and declared.dtype != "bool":
+            values = np.frombuffer(in_base64, DTYPES[tensor.dtype]).reshape(tensor.shape)
+        else:
+            return None
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError):
         return None
     return values if values.shape == tensor.shape else None
