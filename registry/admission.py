@@ -297,7 +297,13 @@ class JobBuilder:
             digest, state = KeyDigests(shared.tenant).of(checked_key(key)), fingerprint_state(shared.version, content)
             state.update(body)
             fingerprint = state.hexdigest()
-        header = replace(shared, id=job_id or new_job_id(spec.name), content=content, idempotency_digest=digest)
+        header = replace(
+            shared,
+            id=job_id or new_job_id(spec.name),
+            content=content,
+            idempotency_digest=digest,
+            account=account if spec.generate is not None else "",
+        )
         sealed = seal("job", header, body, self.keyring)
         if not job_id:
             template.learn(header, sealed, len(body))
