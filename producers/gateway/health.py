@@ -73,7 +73,11 @@ class HealthRoutes:
 
     async def show_metrics(self, exchange: Exchange) -> None:
         """GET /metrics."""
-        kind, page = self._figures.page()
+        try:
+            usage = await self._client.usage()
+        except BrokerUnavailable:
+            usage = {}
+        kind, page = self._figures.page(usage)
         await exchange.answer(200, page, kind)
 
     async def readiness(self) -> Readiness:

@@ -141,6 +141,7 @@ def test_usage_is_by_key_month_and_model(redis_server: RedisServer, tmp_path: Pa
         broker.publish(slot, jobs, ROOMY)
     shown = json.loads(penstock(tmp_path, "keys", "usage", "--json", **environ).stdout)
     month = time.strftime("%Y-%m", time.gmtime())
+    no_tokens = {"prompt_tokens": 0, "generated_tokens": 0}
     ours = [line for line in shown if line["model"] == slot]
     assert ours == sorted(
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import queue
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -13,10 +14,12 @@ from typing import Any, NamedTuple
 import grpc
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from penstock.producers.gateway.application import Gateway
+from penstock.producers.gateway.rpc.messages import message
 from penstock.registry.api_keys import KeyLimits, ShownKey, new_api_key
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.catalog.api_keys import SqlApiKeys
@@ -24,7 +27,7 @@ from penstock.registry.queues import meter_key
 from penstock.registry.settings import Settings
 from tests.gateway_process import GatewayProcess
 from tests.producers.gateway.conftest import GatewayStack, StartGateway
-from tests.producers.gateway.rpc.conftest import INFER, Caller, infer_request
+from tests.producers.gateway.rpc.conftest import INFER, PATIENCE_S, Caller, infer_request
 from tests.producers.gateway.test_jobs import ROW, TWICE, job
 from tests.producers.gateway.texts import Site
 from tests.servers import wait_until
@@ -469,6 +472,64 @@ def test_keys_over_grpc(keyed: Keyed, acme: httpx.Client, globex: httpx.Client):
     live = caller.channel.unary_unary("/inference.GRPCInferenceService/ServerLive")
     assert live(b"", 60) is not None
     caller.channel.close()
+
+
+def test_a_refused_request_of_a_stream_is_answered_and_the_stream_goes_on(stack: GatewayStack, keyed: Keyed):
+    """Beyond a limit, and for bytes that are no request, as Triton does. A revoked key ends the stream."""
+    made, caller = keyed.key("stream", limits=KeyLimits(requests_per_minute=4)), Caller(keyed.gateway.rpc)
+    sent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    stream = caller.channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+    answers = stream(iter(sent.get, None), PATIENCE_S, metadata=[("x-api-key", made.text)])
+    kind = message("ModelStreamInferResponse")
+
+    def ask(data: bytes) -> Any:
+        sent.put(data)
+        return kind.FromString(next(answers))
+
+    good = infer_request(id="good").SerializeToString()
+    # `key` and the call have used one each.
+    assert ask(good).infer_response.id == "good"
+    assert "no message" in ask(b"\xff").error_message
+    limited = ask(good)
+    assert "4 per minute (requests)" in limited.error_message
+    with closing(stack.server.client()) as redis:
+        redis.delete(meter_key(f"key:{made.key.id}", "minute"))
+    assert not ask(good).error_message
+    keyed.registry.revoke(made.key.id, int(time.time()))
+
+    def ends() -> bool:
+        sent.put(good)
+        try:
+            next(answers)
+        except grpc.RpcError:
+            return True
+        return False
+
+    wait_until(ends, 20, "the stream ends")
+    assert answers.code() == grpc.StatusCode.UNAUTHENTICATED
+    caller.channel.close()
+
+
+def test_metrics_count_by_the_id_of_a_key(keyed: Keyed, globex: httpx.Client):
+    """ES-048: requests with their outcome, jobs and tokens; the page has no secret."""
+    made = keyed.key("counted", role="readonly", limits=KeyLimits(requests_per_day=3))
+    with keyed.client(made) as client:
+        assert client.post("/v1/jobs", json=job()).status_code == 403
+        assert [client.get("/v2").status_code for _ in range(3)] == [200, 200, 429]
+    assert globex.post("/v1/models/double:predict", json={"inputs": {"x": [ROW]}}).status_code == 200
+    page = globex.get("/metrics").text
+    families = {family.name: family.samples for family in text_string_to_metric_families(page)}
+    requests = {
+        sample.labels["outcome"]: sample.value
+        for sample in families["penstock_api_key_requests"]
+        if sample.labels["key"] == made.key.id and sample.name.endswith("_total")
+    }
+    assert requests == {"admitted": 3, "limited": 1, "denied": 1}
+    assert made.key.id not in {sample.labels["key"] for sample in families["penstock_api_key_jobs"]}
+    assert max(sample.value for sample in families["penstock_api_key_jobs"]) >= 1
+    assert {sample.labels["kind"] for sample in families["penstock_api_key_tokens"]} == {"prompt", "generated"}
+    assert made.text not in page
+    assert "pk_" not in page
 
 
 def test_keys_over_websocket(keyed: Keyed, globex: httpx.Client):
