@@ -145,8 +145,8 @@ def test_usage_is_by_key_month_and_model(redis_server: RedisServer, tmp_path: Pa
     ours = [line for line in shown if line["model"] == slot]
     assert ours == sorted(
         (
-            {"id": key_id, "label": "shop", "month": month, "model": slot, "jobs": 2},
-            {"id": "ffffffffffff", "label": "", "month": month, "model": slot, "jobs": 1},
+            {"id": key_id, "label": "shop", "month": month, "model": slot, "jobs": 2, **no_tokens},
+            {"id": "ffffffffffff", "label": "", "month": month, "model": slot, "jobs": 1, **no_tokens},
         ),
         key=lambda line: str(line["id"]),
     )
