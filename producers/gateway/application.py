@@ -189,14 +189,15 @@ class _Parts:
             max_outstanding=inference.batches.max_outstanding,
             max_line_bytes=self.limits.max_bytes,
         )
+        control = ModelControlRoutes(self.client, settings)
         groups = (
             JobRoutes(self.jobs, self.streams),
             predict,
-            ModelRoutes(self.client),
+            ModelRoutes(self.client, control),
             openai,
             FileRoutes(store, self.client, inference.batches.max_file_mb * _MIB),
             self.batches,
-            ModelControlRoutes(self.client, settings),
+            control,
             completions,
             chats,
             ResponseRoutes(self.jobs, self.streams),

@@ -26,7 +26,7 @@ def test_models_are_listed_with_what_is_loaded(http: httpx.Client):
 
 
 def test_a_model_shows_its_signature(http: httpx.Client):
-    """IN-038 without the lazy load: name, version, inputs and outputs."""
+    """IN-038, of a model in memory: name, version, inputs and outputs."""
     found = http.get("/v1/models/double").json()
     assert (found["name"], found["version"], found["format"], found["streams"]) == ("double", "1", "python", False)
     assert found["inputs"] == [{"name": "x", "dtype": "float32", "shape": ["batch", 4], "optional": False}]
