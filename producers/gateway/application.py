@@ -170,7 +170,7 @@ class _Parts:
         self.streams = EventStreams(heartbeat_s=heartbeat_s)
         self.rpc: RpcServer | None = None
         self.websockets = WebSockets(self.jobs, self.limits, server, self.figures, self._enter_websocket)
-        self.health = health = HealthRoutes(self.client, self.figures)
+        self.health = health = HealthRoutes(self.client, self.figures, has_metrics=server.metrics)
         tokenizers = PackageTokenizers(inference.repo_root)
         store, predict, openai = open_store(settings), PredictRoutes(self.jobs), OpenAiRoutes(self.jobs, tokenizers)
         texts = OpenAiTexts(TextJobs(self.jobs, self.streams), tokenizers)

@@ -87,6 +87,13 @@ def test_metrics_count_requests(http: httpx.Client):
     assert "nothing" not in page.text
 
 
+def test_metrics_can_be_left_out(start_gateway: StartGateway):
+    """ES-045: server.metrics is off, and there is no such page."""
+    with start_gateway(PENSTOCK_INFERENCE_SERVER_METRICS="false").client() as http:
+        assert http.get("/metrics").status_code == 404
+        assert "/metrics" not in http.get("/openapi.json").json()["paths"]
+
+
 def test_the_openapi_document_has_every_route(http: httpx.Client):
     """Every path that is served is described, and each reference leads to a type."""
     found = http.get("/openapi.json").json()
