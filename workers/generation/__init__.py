@@ -29,6 +29,7 @@ speculation      the text so far -> guesses of the next tokens
 verification     logits of a step -> tokens of each request, with guesses that were right
 text             tokens -> text as it grows
 chat             messages -> prompt; output -> messages
+prompts          a prompt -> its tokens
 tool_calls       text -> the tools that it calls
 outputs          what the caller gets
 runner           the thread that owns an engine
