@@ -16,6 +16,7 @@ layer_rules      which keys a layer's queries see
 probe            a decoder is served right, or refused
 attention        the function that the models call
 flat_positions   positions for models that ask their cache
+load_records     what earlier loads have measured and proven
 packing          linear layers with packed weights, where they are faster
 request          one text: its sequence, how its tokens are chosen, its end
 text_group       the texts of one request -> its output

@@ -30,9 +30,10 @@ from penstock.workers.generation.attention import KeyValuePools
 from penstock.workers.generation.batch import flat_batch
 from penstock.workers.generation.chat import ChatPrompt, chat_output, parser_of
 from penstock.workers.generation.config import Config
+from penstock.workers.generation.load_records import LoadRecords
 from penstock.workers.generation.model import Decoder, load_decoder, wrap_decoder
 from penstock.workers.generation.outputs import ChatOutput, EngineStats, FinishReason, RequestOutput
-from penstock.workers.generation.packing import pack
+from penstock.workers.generation.packing import Packing
 from penstock.workers.generation.pages import PagePool
 from penstock.workers.generation.prefix_cache import PrefixCache
 from penstock.workers.generation.probe import probe
@@ -63,8 +64,9 @@ class Engine:
         self._clock: Final = clock
         self._prompts: Final = PromptReader(decoder.tokenizer, decoder.vocab_size, decoder.max_positions)
         self._structures: Final = StructureCompiler(decoder.tokenizer, decoder.vocab_size, decoder.eos_token_ids)
-        self.packing: Final = pack(decoder.model, config.packed_linears)
-        page_nbytes = probe(decoder, cache.page_size)
+        records = LoadRecords(config.cache_dir)
+        self.packing: Final = Packing(decoder.model, config.packed_linears, records)
+        page_nbytes = probe(decoder, cache.page_size, records, config.packed_linears)
         num_pages = int(cache.kv_cache_mb * 1e6 / page_nbytes)
         if num_pages < 2:
             raise ConfigurationError(
@@ -262,7 +264,7 @@ class Engine:
     # One step
 
     def _advance(self) -> None:
-        """ends by time -> plan -> forward -> sample -> record -> ends."""
+        """ends by time -> plan -> one more layer packed -> forward -> sample -> record -> ends."""
         with self._lock:
             self._end_late()
             plan = self.scheduler.plan(self._guesses())
@@ -270,6 +272,7 @@ class Engine:
                 self._pools.clear(dirty)
             if not plan.chunks:
                 return
+            self.packing.pack_next()
             batch = flat_batch(plan.chunks, self.pages.page_size)
             logits, _ = self.decoder.forward(batch, self._pools)
             found = sampled_tokens(logits, batch.sampling, self._requests)

@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -70,8 +71,10 @@ class ResumableContext(StreamContext, Protocol):
 class GenerateRuntime(PackageRuntime):
     """Runs a decoder in an engine of its own."""
 
-    def __init__(self, package: Package, options: LoadOptions | None = None) -> None:
+    def __init__(self, package: Package, options: LoadOptions | None = None, cache_dir: Path | None = None) -> None:
+        """cache_dir: of the engine, see Config."""
         super().__init__(package, options)
+        self._cache_dir: Final = cache_dir
         self._runner: EngineRunner | None = None
 
     def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
@@ -148,7 +151,7 @@ class GenerateRuntime(PackageRuntime):
         precision = _PRECISIONS.get(self.precision)
         if precision is None:
             raise ConfigurationError(f"{spec.reference}: precision: found {self.precision}, expected fp32 or bf16")
-        options = {**spec.generate.engine_options(), "precision": precision}
+        options = {**spec.generate.engine_options(), "precision": precision, "cache_dir": self._cache_dir}
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
