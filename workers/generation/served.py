@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -33,8 +34,8 @@ from penstock.workers.runtime.base import Prepared, StreamContext
 from penstock.workers.runtime.loading import LoadOptions, NullContext, PackageRuntime
 
 if TYPE_CHECKING:
-    from penstock.workers.generation.engine import Prompt
     from penstock.workers.generation.outputs import ChatMessage, RequestOutput
+    from penstock.workers.generation.prompts import Prompt
     from penstock.workers.generation.request import Delivered
     from penstock.workers.generation.runner import EngineRunner
 
@@ -70,8 +71,10 @@ class ResumableContext(StreamContext, Protocol):
 class GenerateRuntime(PackageRuntime):
     """Runs a decoder in an engine of its own."""
 
-    def __init__(self, package: Package, options: LoadOptions | None = None) -> None:
+    def __init__(self, package: Package, options: LoadOptions | None = None, cache_dir: Path | None = None) -> None:
+        """cache_dir: of the engine, see Config."""
         super().__init__(package, options)
+        self._cache_dir: Final = cache_dir
         self._runner: EngineRunner | None = None
 
     def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
@@ -101,15 +104,15 @@ class GenerateRuntime(PackageRuntime):
         runner = self._loaded
         try:
             params, prompt = read_params(inputs), _prompt(inputs)
+            wish = Wish(context.job_id or _WARM_UP, prompt, _seeded(params, context.job_id), tenant=context.tenant)
+            # Several texts come at the end, and a worker that takes their job over writes them anew.
+            if isinstance(context, ResumableContext) and params.num_candidates == 1:
+                delivered = self._delivered(context, params)
+                sink = _Sink(context, params, "" if delivered else self.content_hash)
+                wish = replace(wish, priority=context.priority, delivered=delivered, sink=sink)
+            ticket, turns = runner.open(wish), -1
         except InvalidInput as error:
             raise InputRefused(str(error)) from None
-        wish = Wish(context.job_id or _WARM_UP, prompt, _seeded(params, context.job_id), tenant=context.tenant)
-        # Several texts come at the end, and a worker that takes their job over writes them anew.
-        if isinstance(context, ResumableContext) and params.num_candidates == 1:
-            delivered = self._delivered(context, params)
-            sink = _Sink(context, params, "" if delivered else self.content_hash)
-            wish = replace(wish, priority=context.priority, delivered=delivered, sink=sink)
-        ticket, turns = runner.open(wish), -1
         try:
             yield from ()
             while (output := ticket.next(_LOOK_S)) is None or not output.finished:
@@ -148,7 +151,7 @@ class GenerateRuntime(PackageRuntime):
         precision = _PRECISIONS.get(self.precision)
         if precision is None:
             raise ConfigurationError(f"{spec.reference}: precision: found {self.precision}, expected fp32 or bf16")
-        options = {**spec.generate.engine_options(), "precision": precision}
+        options = {**spec.generate.engine_options(), "precision": precision, "cache_dir": self._cache_dir}
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
@@ -240,7 +243,8 @@ def _prompt(inputs: Mapping[str, Array]) -> Prompt | ChatPrompt:
     if (text := inputs.get(PROMPT)) is not None:
         return str(text[0])
     if (tokens := inputs.get(TOKEN_IDS)) is not None:
-        return [int(token) for token in tokens[0].tolist()]
+        ids: list[int] = tokens[0].tolist()
+        return ids
     raise InvalidInput(f"Found no prompt. Expected one of the inputs {PROMPT}, {TOKEN_IDS} and {MESSAGES}")
 
 
