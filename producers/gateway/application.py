@@ -46,6 +46,7 @@ from penstock.producers.gateway.text_jobs import TextJobs
 from penstock.producers.gateway.token_counts import PackageTokenizers
 from penstock.producers.gateway.waiting import Jobs
 from penstock.producers.gateway.websocket import WebSockets
+from penstock.registry import garbage
 from penstock.registry.api_keys import ApiKey
 from penstock.registry.errors import PenstockError
 from penstock.registry.settings import Settings
@@ -65,14 +66,21 @@ class Gateway:
 
     It may be mounted in another ASGI application, which need not run its lifespan, and calls `aclose`. heartbeat_s: the
     longest silence of an event stream. rpc: where gRPC listens from startup to shutdown; None: nowhere.
+    owns_process: whether the process serves nothing else, so that its garbage collector may be told what stays.
     """
 
     def __init__(
-        self, settings: Settings | None = None, *, heartbeat_s: float = 15.0, rpc: RpcBinding | None = None
+        self,
+        settings: Settings | None = None,
+        *,
+        heartbeat_s: float = 15.0,
+        rpc: RpcBinding | None = None,
+        owns_process: bool = False,
     ) -> None:
         self._settings = settings
         self._heartbeat_s = heartbeat_s
         self._rpc = rpc
+        self._owns_process = owns_process
         self._parts: _Parts | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,6 +137,8 @@ class Gateway:
         try:
             parts = self._open()
             await parts.listen(self._rpc)
+            if self._owns_process:
+                garbage.freeze()
         except PenstockError as error:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return

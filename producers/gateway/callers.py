@@ -12,7 +12,7 @@ Every protocol enters here, before it does anything else. Without an entry Gatew
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -93,6 +93,15 @@ class Entry:
             latest = {reading.meter.key: reading for reading in found}
             self.readings = tuple(latest.get(before.meter.key, before) for before in self.readings)
 
+    async def spend_for_lines(self, tokens: Sequence[int]) -> int:
+        """Charges lines of a batch, from the first one on: as many as the limits have room for. tokens: of each.
+
+        Raises RateLimited when there is no room for the first one.
+        """
+        if self._limits is None:
+            return len(tokens)
+        return await self._limits.admit_most(self._charges, tokens)
+
 
 _entry: ContextVar[Entry | None] = ContextVar("penstock_gateway_entry", default=None)
 
@@ -172,20 +181,25 @@ class Access:
         _entry.set(entry)
         return entry
 
-    async def resume(self, key_id: str, tenant: str) -> None:
-        """The present task goes on for a caller whose request has ended, such as that of a batch.
+    async def resume(self, key_id: str, tenant: str) -> Entry:
+        """The present task goes on for a caller whose request has ended: for that of a batch, whose lines it charges.
 
-        key_id: of that caller; empty where no key was asked for. Raises BadApiKey for a key that was revoked or has
-        expired since, and RegistryUnavailable.
+        key_id: of that caller; empty where no key was asked for: then the lines are charged nowhere. Raises BadApiKey
+        for a key that was revoked or has expired since, and RegistryUnavailable.
         """
         _entry.set(None)
         if not key_id:
-            _entry.set(Entry(self._anybody._replace(tenant=tenant)))
-            return
+            entry = Entry(self._anybody._replace(tenant=tenant))
+            _entry.set(entry)
+            return entry
         key = (await self._keys.fresh()).get(key_id, _UNKNOWN)
         if key.id != key_id or key.status(self._clock()) != "active":
             raise BadApiKey("The API key of this batch was revoked, or has expired. Expected a new batch")
-        _entry.set(Entry(Caller(key.id, tenant, key.role, key.models, key.limits)))
+        found = Caller(key.id, tenant, key.role, key.models, key.limits)
+        charges = self._limits.line_charges(Owner(key.id, tenant, key.limits, ""))
+        entry = Entry(found, (), charges, self._limits if charges else None)
+        _entry.set(entry)
+        return entry
 
     def leave(self) -> None:
         """Ends the entry of the present task."""

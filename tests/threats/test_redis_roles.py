@@ -149,7 +149,7 @@ def test_gateway_does_all_of_its_work(stack: Stack, tmp_path: Path):
     finally:
         gateway.stop()
     with closing(RedisStreams.from_url(stack.server.url_of("operator"))) as operator:
-        assert sum(jobs for model in ("double", "counter") for jobs in operator.usage(model).values()) == 2
+        assert sum(used.jobs for model in ("double", "counter") for used in operator.usage(model).values()) == 2
 
 
 async def _submit(url: str) -> Any:

@@ -26,6 +26,7 @@ from tests.gateway_process import GatewayProcess
 from tests.producers.gateway.conftest import GatewayStack, StartGateway
 from tests.producers.gateway.rpc.conftest import INFER, Caller, infer_request
 from tests.producers.gateway.test_jobs import ROW, TWICE, job
+from tests.producers.gateway.texts import Site
 from tests.servers import wait_until
 
 TENSOR = {"name": "x", "shape": [1, 4], "datatype": "FP32"}
@@ -307,7 +308,7 @@ def test_usage_counts_each_job_once(stack: GatewayStack, keyed: Keyed):
         assert client.post("/v1/jobs", json=job(row=[1.0])).status_code == 422
         client.get("/v1/models")
     with closing(RedisStreams.from_url(stack.server.url)) as broker:
-        used = {account: jobs for (account, _), jobs in broker.usage("double").items()}
+        used = {account: usage.jobs for (account, _), usage in broker.usage("double").items()}
     assert used[made.key.id] == 4
 
 
@@ -379,6 +380,37 @@ def test_a_batch_costs_as_many_requests_as_it_has_jobs(keyed: Keyed):
         assert client.post("/v1/jobs:batch", json={**batch, "inputs": batch["inputs"][:2]}).status_code == 429
 
 
+def test_lines_of_a_batch_wait_for_the_limits_of_their_key(stack: GatewayStack, keyed: Keyed):
+    """They take half of a minute, and wait for the next one: no line fails. Each counts for the quota, too."""
+    made = keyed.key("lines", limits=KeyLimits(requests_per_minute=12, requests_per_day=1000))
+    minute, day = (meter_key(f"key:{made.key.id}", name) for name in ("minute", "day"))
+    lines = [
+        json.dumps({"custom_id": f"{n}", "method": "POST", "url": "/v1/models/double:predict", "body": body})
+        for n, body in enumerate([{"inputs": {"x": [ROW]}}] * 9)
+    ]
+    with keyed.client(made) as client, closing(stack.server.client()) as redis:
+        file = client.post("/v1/files", files={"file": ("l.jsonl", "\n".join(lines))}, data={"purpose": "batch"}).json()
+        fields = {"input_file_id": file["id"], "endpoint": "/v1/models/double:predict", "completion_window": "1h"}
+        redis.delete(minute, day)
+        batch_id = client.post("/v1/batches", json=fields).json()["id"]
+        # Five lines and the request above. What is left of the minute is for requests.
+        wait_until(lambda: int(redis.hget(minute, "sum") or 0) >= 6, 60, "lines were charged")
+        with keyed.client(made) as other:
+            status = other.get(f"/v1/batches/{batch_id}")
+            assert status.status_code == 200
+            assert int(redis.hget(minute, "sum")) == 7
+        redis.delete(minute)
+        wait_until(lambda: int(redis.hget(day, "sum")) >= 11, 60, "the other lines were charged")
+
+        def ended() -> Any:
+            redis.delete(minute)
+            batch = client.get(f"/v1/batches/{batch_id}").json()
+            return batch if batch["status"] == "completed" else None
+
+        batch = wait_until(ended, 60, "the batch has ended")
+    assert batch["request_counts"] == {"total": 9, "completed": 9, "failed": 0}
+
+
 def test_tokens_have_a_limit_of_their_own(keyed: Keyed):
     """Lists of tokens cost as many as they have; a request that exceeds what is left submits nothing."""
     with keyed.client(keyed.key("tokens", limits=KeyLimits(tokens_per_minute=10))) as client:
@@ -389,6 +421,36 @@ def test_tokens_have_a_limit_of_their_own(keyed: Keyed):
         refused = client.post("/v1/embeddings", json=request)
     assert refused.status_code == 429
     assert "10 per minute (tokens)" in refused.json()["error"]["message"]
+
+
+def test_tokens_of_a_text_count_when_it_is_whole(stack: GatewayStack, keyed: Keyed, site: Site):
+    """Those of the prompt and of the text, in the limit and in the usage; the texts of one request are jobs of their
+    own. A key whose tokens are spent is refused before it submits anything."""
+    made = keyed.key("writer", limits=KeyLimits(tokens_per_minute=60))
+    request = {"model": "writer", "prompt": "abc", "max_tokens": 20, "ignore_eos": True, "temperature": 0, "n": 2}
+    with keyed.client(made) as client:
+        answered = client.post("/v1/completions", json=request)
+        assert answered.status_code == 200, answered.text
+        # Each choice has read the prompt.
+        spent = 2 * answered.json()["usage"]["prompt_tokens"] + 40
+        left = wait_until(lambda: _token_limit(client) < 60 and _token_limit(client), 20, "the tokens are charged")
+        assert left == 60 - spent
+        job = {"model": "writer", "inputs": {"prompt": ["abc"]}, "outputs": ["text"]}
+        with closing(stack.server.client()) as redis:
+            redis.delete(meter_key(f"key:{made.key.id}", "tokens"))
+        assert client.post("/v1/jobs", json=job, headers={"Prefer": "wait=60"}).json()["status"] == "completed"
+        with closing(stack.server.client()) as redis:
+            redis.hset(meter_key(f"key:{made.key.id}", "tokens"), "sum", 60)
+        assert client.post("/v1/completions", json=request).status_code == 429
+    with closing(RedisStreams.from_url(stack.server.url)) as broker:
+        (used,) = [usage for (account, _), usage in broker.usage("writer").items() if account == made.key.id]
+    assert (used.jobs, used.prompt_tokens) == (3, 3 * (spent - 40) // 2)
+    assert used.generated_tokens > 40
+
+
+def _token_limit(client: httpx.Client) -> int:
+    """What is left of the tokens of the minute."""
+    return _left(client.get("/v2"))
 
 
 # The other protocols enter by the same door
