@@ -31,6 +31,8 @@ text             tokens -> text as it grows
 chat             messages -> prompt; output -> messages
 tool_calls       text -> the tools that it calls
 outputs          what the caller gets
+predicted_wait   what is ahead of a text -> seconds until it has a seat; pure
+engine_times     times and lengths of late, for reports
 runner           the thread that owns an engine
 served           the runtime of format `generate`: jobs -> the runner
 
