@@ -20,10 +20,10 @@ class Recipe:
     kv_heads: int = 2
     positions: int = 256
     """Tokens of a row of training, and of a prompt with its text."""
-    rows: int = 16
+    rows: int = 8
     """Of a batch of training."""
-    steps: int = 400
-    learning_rate: float = 4e-3
+    steps: int = 600
+    learning_rate: float = 3e-3
     """At its peak."""
     held_out: float = 0.04
     """The share of the docstrings that is not trained on."""

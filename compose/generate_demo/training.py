@@ -19,6 +19,7 @@ from typing import Any, Final
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 from penstock.compose.generate_demo.recipe import Recipe, Result
 
@@ -52,8 +53,7 @@ def train(
         loss = _loss(model, unseen, recipe)
     finally:
         torch.set_num_threads(before)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    _save(model, tokenizer, folder)
     return Result(
         parameters=sum(each.numel() for each in model.parameters()),
         docstrings=len(texts),
@@ -65,6 +65,18 @@ def train(
         seconds=round(time.perf_counter() - began, 1),
         threads=threads,
     )
+
+
+def _save(model: Any, tokenizer: Any, folder: Path) -> None:
+    # The demo has a progress bar of its own.
+    had_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    finally:
+        if had_bars:
+            logging.enable_progress_bar()
 
 
 def learning_rate(step: int, recipe: Recipe) -> float:

@@ -232,6 +232,12 @@ class Engine:
             return True
 
     @property
+    def most_tokens(self) -> int:
+        """Of a prompt and its text together: what the model and the pages have room for."""
+        # The last token is never computed.
+        return min(self.decoder.max_positions, self.pages.num_usable * self.pages.page_size + 1)
+
+    @property
     def has_unfinished_requests(self) -> bool:
         """Whether a request waits or runs, or `step` has an output to return."""
         return self.scheduler.has_work or bool(self._stepped)
