@@ -1,7 +1,7 @@
 """Text for the demos and for benchmarks: the docstrings of the user's own Python standard library.
 
     sources -> collect    the first sentences of each, to embed
-            -> documents  the whole of each, below the line that it documents, to learn from
+            -> documents  the first paragraphs, below the line that they document, to learn from
 
 Python files are parsed, never imported. Functions written in C have no source: for a few modules that are safe to
 import, the docstrings are read from the objects.
@@ -44,7 +44,9 @@ _MIN_CHARACTERS: Final = 30
 _MAX_CHARACTERS: Final = 140
 """One or two sentences: questions ask for the subject of a docstring's first lines."""
 _Documented: TypeAlias = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-_DOCUMENTED: Final = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_BELOW_A_LINE: Final = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_MAX_DOCUMENT: Final = 500
+"""Characters: what comes later is details and tables."""
 _SIGNATURE_LINE: Final = re.compile(r"[\w.]+\(.*\)(\s*->.*)?")
 _ARROW: Final = re.compile(r"[^.]*?->\s*")
 
@@ -99,21 +101,29 @@ def _cut(text: str) -> str:
 
 
 def documents() -> list[str]:
-    """Each docstring below its `def` or `class`, as source code, or alone for a module; the same ones on every run.
+    """The beginning of each docstring below its `def` or `class`, as source code; the same ones on every run.
 
-    Private names are in it, too. A docstring that occurs twice is there once.
+    Whole paragraphs, without examples. Private names are in it, too. A text that occurs twice is there once.
     """
     by_text: dict[str, str] = {}
     for _, tree in _trees(with_private=True):
         for node in ast.walk(tree):
-            if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)):
+            if isinstance(node, _BELOW_A_LINE) and (text := _paragraphs(ast.get_docstring(node))):
                 by_text.setdefault(text, _below_its_line(node, text))
     return list(by_text.values())
 
 
-def _below_its_line(node: _Documented, text: str) -> str:
-    if isinstance(node, ast.Module):
-        return f'"""{text}\n"""\n'
+def _paragraphs(docstring: str | None) -> str:
+    """The first paragraphs, as many as are not too long; empty for a docstring that begins with an example."""
+    kept = ""
+    for paragraph in (docstring or "").split("\n\n"):
+        if ">>>" in paragraph or (kept and len(kept) + len(paragraph) > _MAX_DOCUMENT):
+            break
+        kept = f"{kept}\n\n{paragraph}".strip()
+    return kept
+
+
+def _below_its_line(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, text: str) -> str:
     if isinstance(node, ast.ClassDef):
         bases = ", ".join(map(ast.unparse, node.bases))
         line = f"class {node.name}({bases}):" if bases else f"class {node.name}:"

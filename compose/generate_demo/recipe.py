@@ -11,7 +11,7 @@ __all__ = ["Recipe", "Result"]
 class Recipe:
     """A Llama-shaped decoder, its tokenizer, and how long it is trained. Another recipe makes another model."""
 
-    vocabulary: int = 4096
+    vocabulary: int = 3072
     """Tokens of the byte-level BPE, with the end."""
     hidden: int = 192
     feed_forward: int = 512

@@ -58,7 +58,8 @@ def copy_file(source, target, *, follow_symlinks=True):
     """
 '''
 """Before each prompt: what a text looks like. All texts share it, and it is computed once."""
-_PARAMS: Final = SamplingParams(max_tokens=110, temperature=0.6, top_p=0.9, repetition_penalty=1.05)
+# One docstring after the other: the end of a docstring does not end the text.
+_PARAMS: Final = SamplingParams(max_tokens=140, temperature=0.6, top_p=0.9, ignore_eos=True)
 _STREAM_S: Final = 120.0
 _COUNT_S: Final = 10.0
 _COUNT_POLL_S: Final = 0.1
@@ -129,7 +130,9 @@ def _writer(console: Console, environ: Mapping[str, str], recipe: Recipe) -> Sto
         raise ConfigurationError(problem)
 
     def make(folder: Path) -> Result:
-        console.print("Once: a model and its tokenizer learn from the docstrings of this Python; about two minutes")
+        console.print(
+            "Once: a model and its tokenizer learn from the docstrings of this Python; about two minutes on two cores"
+        )
         texts = documents()
         console.print(f"{len(texts):,} docstrings, {sum(map(len, texts)) / 1e6:.1f} million characters")
         from penstock.compose.generate_demo.training import train
@@ -142,7 +145,7 @@ def _writer(console: Console, environ: Mapping[str, str], recipe: Recipe) -> Sto
     result = writer.result
     made = "Trained" if writer.is_new else "The model of an earlier run, trained"
     console.print(
-        f"{made} in {result.seconds:,.0f} s on {result.threads} threads: {result.parameters / 1e6:.1f} million "
+        f"{made} in {result.seconds:,.0f} s ({result.threads} threads): {result.parameters / 1e6:.1f} million "
         f"parameters. Loss on {result.held_out} held-out docstrings: {result.loss:.2f} nats per token, "
         f"{result.loss_before:.2f} before the training"
     )
@@ -178,7 +181,7 @@ def _write(
 ) -> tuple[list[str], RunFigures]:
     """(the texts, figures) of one text alone, and then of all at once."""
     with Client.from_env(settings=settings) as client:
-        start = _engine(stack)["generated_tokens"]
+        start = _counted(stack, 0)["generated_tokens"]
         console.print("\nOne text alone:\n")
         (alone,), _ = _stream(console, client, prompts[:1], seed=len(prompts))
         before = _counted(stack, start + alone.tokens)
@@ -229,7 +232,7 @@ def _engine(stack: LocalStack) -> dict[str, Any]:
 def _counted(stack: LocalStack, tokens: int) -> dict[str, Any]:
     """The engine's figures, once it has reported so many tokens; it reports once a second."""
     until = time.monotonic() + _COUNT_S
-    while (found := _engine(stack)).get("generated_tokens", 0) < tokens and time.monotonic() < until:
+    while (found := _engine(stack)).get("generated_tokens", -1) < tokens and time.monotonic() < until:
         time.sleep(_COUNT_POLL_S)
     return found
 
