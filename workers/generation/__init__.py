@@ -33,6 +33,8 @@ chat             messages -> prompt; output -> messages
 prompts          a prompt -> its tokens
 tool_calls       text -> the tools that it calls
 outputs          what the caller gets
+predicted_wait   what is ahead of a text -> seconds until it has a seat; pure
+engine_times     times and lengths of late, for reports
 runner           the thread that owns an engine
 served           the runtime of format `generate`: jobs -> the runner
 

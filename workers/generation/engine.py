@@ -88,6 +88,9 @@ class Engine:
         """Requests whose outputs `step` returns: those of `add_request`."""
         self._lock: Final = threading.RLock()
         self._serials: Final = count()
+        self._steps = 0
+        self._rows = 0
+        self._pages_peak = 0
         self._prompt_tokens = 0
         self._generated = 0
         self._drafts = 0
@@ -237,6 +240,12 @@ class Engine:
             return True
 
     @property
+    def most_tokens(self) -> int:
+        """Of a prompt and its text together: what the model and the pages have room for."""
+        # The last token is never computed.
+        return min(self.decoder.max_positions, self.pages.num_usable * self.pages.page_size + 1)
+
+    @property
     def has_unfinished_requests(self) -> bool:
         """Whether a request waits or runs, or `step` has an output to return."""
         return self.scheduler.has_work or bool(self._stepped)
@@ -248,11 +257,13 @@ class Engine:
             return EngineStats(
                 waiting=len(self.scheduler.waiting),
                 running=len(self.scheduler.running),
-                steps=self.scheduler.step,
+                steps=self._steps,
+                rows=self._rows,
                 preemptions=self.scheduler.num_preemptions,
                 prompt_tokens_computed=self._prompt_tokens,
                 tokens_generated=self._generated,
                 pages_used=self.pages.num_used,
+                pages_peak=self._pages_peak,
                 pages_total=self.pages.num_usable,
                 pages_cached=len(prefixes) if prefixes else 0,
                 prefix_tokens_found=prefixes.hits if prefixes else 0,
@@ -314,6 +325,9 @@ class Engine:
             self._finish(request, "timeout")
 
     def _count(self, chunks: Sequence[Chunk]) -> None:
+        self._steps += 1
+        self._rows += len(chunks)
+        self._pages_peak = max(self._pages_peak, self.pages.num_used)
         for chunk in chunks:
             self._prompt_tokens += max(0, min(chunk.start + chunk.num_tokens, chunk.sequence.num_prompt) - chunk.start)
 

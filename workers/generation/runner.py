@@ -27,6 +27,7 @@ from penstock.registry.queues import PriorityName
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.chat import ChatPrompt
 from penstock.workers.generation.engine import Engine
+from penstock.workers.generation.engine_times import EngineTimes
 from penstock.workers.generation.outputs import RequestOutput
 from penstock.workers.generation.prompts import Prompt
 from penstock.workers.generation.request import Delivered, GenerationRequest
@@ -40,8 +41,6 @@ logger = logging.getLogger("penstock.runtime")
 _DELIVER_S: Final = 0.06
 """Between two outputs of one request. The eye reads no faster, and each output costs as much as a small step."""
 _JOIN_S: Final = 10.0
-_MOST_TIMES: Final = 4096
-"""That wait to be reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +119,7 @@ class EngineRunner:
         """When the next outputs are handed over. Together, their events are one write."""
         self._stats = engine.stats()
         """After the last step: the engine's lock is held while a step runs."""
-        self._first_token_s: Final[deque[float]] = deque(maxlen=_MOST_TIMES)
-        self._inter_token_s: Final[deque[float]] = deque(maxlen=_MOST_TIMES)
+        self._times: Final = EngineTimes(engine.config.scheduler)
         self._is_stopping = False
         self._deliveries: Final[SimpleQueue[list[tuple[Ticket, RequestOutput]] | None]] = SimpleQueue()
         self._delivery = threading.Thread(target=self._hand_over, name="delivery", daemon=True)
@@ -154,21 +152,30 @@ class EngineRunner:
 
     def take_figures(self) -> GenerationFigures:
         """The counts of the engine, and the times since the last call."""
-        stats = self._stats
-        first, between = self._first_token_s, self._inter_token_s
+        stats, measured = self._stats, self._times.measured
+        first_token_s, inter_token_s = self._times.take()
         return GenerationFigures(
-            stats.waiting,
-            stats.running,
-            stats.preemptions,
-            stats.prompt_tokens_computed,
-            stats.tokens_generated,
-            stats.pages_used,
-            stats.pages_cached,
-            stats.pages_total,
-            stats.prefix_tokens_queried,
-            stats.prefix_tokens_found,
-            [first.popleft() for _ in range(len(first))],
-            [between.popleft() for _ in range(len(between))],
+            waiting=stats.waiting,
+            running=stats.running,
+            preempted=stats.preemptions,
+            prompt_tokens=stats.prompt_tokens_computed,
+            generated_tokens=stats.tokens_generated,
+            steps=stats.steps,
+            rows=stats.rows,
+            pages_used=stats.pages_used,
+            pages_peak=stats.pages_peak,
+            pages_cached=stats.pages_cached,
+            pages=stats.pages_total,
+            prefix_queried=stats.prefix_tokens_queried,
+            prefix_found=stats.prefix_tokens_found,
+            drafted=stats.draft_tokens,
+            drafts_accepted=stats.draft_tokens_accepted,
+            seats=self.engine.config.scheduler.max_num_seqs,
+            step_s=measured.step_s,
+            seat_s=measured.seat_s,
+            text_s=measured.text_s,
+            first_token_s=first_token_s,
+            inter_token_s=inter_token_s,
         )
 
     def _leave(self, ticket: Ticket) -> None:
@@ -179,14 +186,20 @@ class EngineRunner:
     def _serve(self) -> None:
         self._begin()
         while self._take_in():
+            began = self._clock()
             try:
                 self.engine.advance()
             except BaseException as error:  # a model may raise anything
                 logger.warning("a step of generation failed", extra={"requests": len(self._tickets)}, exc_info=True)
                 self._fail_all(error)
             self.turns += 1
-            self._stats = self.engine.stats()
-            self._deliver()
+            before, self._stats = self._stats, self.engine.stats()
+            now = self._clock()
+            if self._stats.steps > before.steps:
+                self._times.stepped(now - began)
+            self._deliver(now)
+            requests = [ticket.request for ticket in self._tickets.values() if ticket.request is not None]
+            self._times.measure(self.engine.scheduler, requests, now)
         self._fail_all(ModelNotReady("The engine was stopped"))
         self._deliveries.put(None)
 
@@ -222,8 +235,7 @@ class EngineRunner:
             return
         self._tickets[wish.request_id] = ticket
 
-    def _deliver(self) -> None:
-        now = self._clock()
+    def _deliver(self, now: float) -> None:
         if is_due := now >= self._deliver_at:
             self._deliver_at = now + _DELIVER_S
         outputs: list[tuple[Ticket, RequestOutput]] = []
@@ -240,15 +252,16 @@ class EngineRunner:
                     self._fail(ticket, error)
                     continue
             if has_ended:
+                self._times.ended(request)
                 del self._tickets[ticket.wish.request_id]
         if outputs:
             self._deliveries.put(outputs)
 
     def _time(self, ticket: Ticket, tokens: int, now: float) -> None:
         if not ticket.handed_at:
-            self._first_token_s.append(now - ticket.opened_at)
+            self._times.first_token(now - ticket.opened_at)
         elif (new := tokens - ticket.handed_tokens) > 0:
-            self._inter_token_s.append((now - ticket.handed_at) / new)
+            self._times.later_tokens(now - ticket.handed_at, new)
         ticket.handed_at, ticket.handed_tokens = now, tokens
 
     def _hand_over(self) -> None:

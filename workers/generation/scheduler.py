@@ -303,10 +303,11 @@ class Scheduler:
         sequence.num_published = len(shared)
         # The prefix cache does not know all of a donor's pages, so it can know none behind them.
         sequence.parent = None if is_donated else cached[-1].uid if cached else 0
-        if prefixes is not None:
-            prefixes.queries += len(sequence.tokens)
-            prefixes.hits += len(cached) * self.pages.page_size
         if not sequence.num_preempted:
+            # Its own pages, found again after a preemption, would look like a use of the cache.
+            if prefixes is not None:
+                prefixes.queries += len(sequence.tokens)
+                prefixes.hits += len(cached) * self.pages.page_size
             sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
         return True
 

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 import numpy as np
 
 from penstock.registry.errors import ConfigurationError, InputRefused, InvalidInput, ModelError, NonFiniteOutput
-from penstock.registry.generation_inputs import read_chat, read_params
-from penstock.registry.package import Package
+from penstock.registry.generation_inputs import read_chat, read_params, with_limit
+from penstock.registry.package import ModelSpec, Package
 from penstock.registry.package.generation import MESSAGES, PROMPT, TOKEN_IDS, example_inputs
 from penstock.registry.package.manifest import Manifest
 from penstock.registry.queues import PriorityName
@@ -131,6 +131,11 @@ class GenerateRuntime(PackageRuntime):
     def take_figures(self) -> GenerationFigures | None:
         """The figures of the engine, with the times since the last call; None until it is loaded."""
         return None if self._runner is None else self._runner.take_figures()
+
+    def announced(self) -> ModelSpec:
+        """The spec for those who submit jobs, with the most tokens for which the loaded engine has room."""
+        runner, spec = self._runner, self.spec
+        return spec if runner is None else with_limit(spec, runner.engine.most_tokens)
 
     @property
     def _loaded(self) -> EngineRunner:
