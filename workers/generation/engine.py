@@ -315,7 +315,8 @@ class Engine:
 
     def _count(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
-            self._prompt_tokens += max(0, min(chunk.start + chunk.num_tokens, chunk.sequence.num_prompt) - chunk.start)
+            if (left := chunk.sequence.num_prompt - chunk.start) > 0:
+                self._prompt_tokens += min(chunk.num_tokens, left)
 
     # Requests
 
