@@ -133,6 +133,8 @@ class GenerationRequest:
         return self.num_generated + ahead + 1 >= self.params.min_tokens and token in self.rules.ending
 
     def _barred(self, ahead: int) -> Tokens[int]:
+        if not (self.params.min_tokens or self.rules.bad_words):
+            return ()
         barred = list(self.rules.ending) if self.num_generated + ahead < self.params.min_tokens else []
         for word in self.rules.bad_words:
             before = len(word) - 1
