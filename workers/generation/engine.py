@@ -329,7 +329,8 @@ class Engine:
         self._rows += len(chunks)
         self._pages_peak = max(self._pages_peak, self.pages.num_used)
         for chunk in chunks:
-            self._prompt_tokens += max(0, min(chunk.start + chunk.num_tokens, chunk.sequence.num_prompt) - chunk.start)
+            if (left := chunk.sequence.num_prompt - chunk.start) > 0:
+                self._prompt_tokens += min(chunk.num_tokens, left)
 
     # Requests
 

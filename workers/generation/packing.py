@@ -27,7 +27,7 @@ from penstock.workers.runtime.prepacked import PrepackedLinear, pack_linears, pa
 __all__ = ["Packing", "least_rows"]
 
 _ROWS: Final = (1, 4, 16, 64)
-_TRIALS: Final = 3
+_TRIALS: Final = 5
 _MOST_LAYERS: Final = 4
 """Of a shape in a trial: more take longer to load."""
 _GAIN: Final = 1.03

@@ -45,6 +45,7 @@ _LOOK_S: Final = 0.5
 """A job that gets no output looks so often whether it was cancelled."""
 _PRECISIONS: Final = {"auto": "fp32", "fp32": "fp32", "bf16": "bf16"}
 _CONTENT: Final = "content_hash"
+_BEGUN: Final = "begun_ms"
 
 
 @runtime_checkable
@@ -54,6 +55,10 @@ class ResumableContext(StreamContext, Protocol):
     @property
     def priority(self) -> PriorityName:
         """The priority of the job."""
+
+    @property
+    def now_ms(self) -> int:
+        """Milliseconds by a clock that all workers share."""
 
     def chunk(self, values: Mapping[str, Array], /) -> None:
         """Sends values to subscribers."""
@@ -108,7 +113,8 @@ class GenerateRuntime(PackageRuntime):
             # Several texts come at the end, and a worker that takes their job over writes them anew.
             if isinstance(context, ResumableContext) and params.num_candidates == 1:
                 delivered = self._delivered(context, params)
-                sink = _Sink(context, params, "" if delivered else self.content_hash)
+                first = {_CONTENT: _text(self.content_hash), _BEGUN: np.array(context.now_ms, np.int64)}
+                sink = _Sink(context, params, {} if delivered else first)
                 wish = replace(wish, priority=context.priority, delivered=delivered, sink=sink)
             ticket, turns = runner.open(wish), -1
         except InvalidInput as error:
@@ -212,10 +218,11 @@ class GenerateRuntime(PackageRuntime):
             tokens = [int(token) for chunk in chunks for token in chunk["token_ids"].tolist()]
             characters = sum(len(str(chunk["text"])) for chunk in chunks)
             logprobs = [one for chunk in chunks for one in _read_logprobs(chunk)] if params.logprobs is not None else []
+            elapsed_s = max(0, context.now_ms - int(chunks[0][_BEGUN])) / 1000
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise ModelError("The delivered events are not those of a text. Expected chunks of text") from error
         context.resume()
-        return Delivered(tokens, characters, logprobs)
+        return Delivered(tokens, characters, logprobs, elapsed_s)
 
 
 _WARM_UP: Final = "warm-up"
@@ -223,9 +230,9 @@ _WARM_UP: Final = "warm-up"
 
 class _Sink:
     """Sends the outputs of one request as chunks. The first chunk of a text names the model's content, so that no other
-    model continues it."""
+    model continues it, and the time at which the text began."""
 
-    def __init__(self, context: ResumableContext, params: SamplingParams, begins_with: str) -> None:
+    def __init__(self, context: ResumableContext, params: SamplingParams, begins_with: Mapping[str, Array]) -> None:
         self._context = context
         self._has_logprobs = params.logprobs is not None
         self._begins_with = begins_with
@@ -235,10 +242,8 @@ class _Sink:
             return True
         if output.delta_text or output.delta_token_ids:
             chunk = _chunk(output, self._has_logprobs)
-            if self._begins_with:
-                chunk[_CONTENT] = _text(self._begins_with)
-                self._begins_with = ""
-            self._context.chunk(chunk)
+            self._context.chunk({**chunk, **self._begins_with})
+            self._begins_with = {}
         return False
 
 
