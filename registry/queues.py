@@ -295,7 +295,7 @@ def flow_key(slot: str) -> str:
 
 
 def usage_key(slot: str) -> str:
-    """Hash: accepted jobs by `<account>:<month>`; the account is the id of the API key that pays. The tokens of its texts
+    """Hash: accepted jobs by `<account>:<month>`; the account is the id of the API key that pays. Tokens of its texts
     are behind `:prompt` and `:generated`.
 
     publish.lua and commit.lua derive this key from flow_key: change them together.

@@ -146,7 +146,8 @@ def revoke(environ: Mapping[str, str], key_id: str, as_json: bool) -> None:
 def usage(environ: Mapping[str, str], key_id: str | None, as_json: bool) -> None:
     """Print the jobs that each API key has submitted, and the tokens of its texts, by month of UTC and model.
 
-    A job counts once, and so do its tokens, when the text is whole. A repeated request with the same Idempotency-Key, or one that the shared cache answers, adds no job.
+    A job counts once, and so do its tokens, when the text is whole. A repeated request with the same Idempotency-Key,
+    or one that the shared cache answers, adds no job.
 
     \b
     penstock keys usage

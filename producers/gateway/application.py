@@ -162,14 +162,15 @@ class _Parts:
         # A job that the shared cache answered in this process would have an id that no other gateway knows.
         self.client = GatewayClient.from_env(settings=settings.changed({"cache.producer_lookup": False}))
         limits = RateLimits(inference.safeguards.rate_limit, self.client.spend)
-        self.access = Access(settings, KeyCopy(_RegisteredKeys(settings.registry_url).since), limits)
+        self.figures = GatewayFigures()
+        keys = KeyCopy(_RegisteredKeys(settings.registry_url).since)
+        self.access = Access(settings, keys, limits, count=self.figures.count_key)
         self.address_header = server.address_header.encode("ascii")
         self.jobs = Jobs(self.client, server.max_waiting, inference.timeout_seconds)
         self.streams = EventStreams(heartbeat_s=heartbeat_s)
-        self.figures = GatewayFigures()
         self.rpc: RpcServer | None = None
         self.websockets = WebSockets(self.jobs, self.limits, server, self.figures, self._enter_websocket)
-        self.health = health = HealthRoutes(self.client, self.figures)
+        self.health = health = HealthRoutes(self.client, self.figures, has_metrics=server.metrics)
         tokenizers = PackageTokenizers(inference.repo_root)
         store, predict, openai = open_store(settings), PredictRoutes(self.jobs), OpenAiRoutes(self.jobs, tokenizers)
         texts = OpenAiTexts(TextJobs(self.jobs, self.streams), tokenizers)
@@ -188,14 +189,15 @@ class _Parts:
             max_outstanding=inference.batches.max_outstanding,
             max_line_bytes=self.limits.max_bytes,
         )
+        control = ModelControlRoutes(self.client, settings)
         groups = (
             JobRoutes(self.jobs, self.streams),
             predict,
-            ModelRoutes(self.client),
+            ModelRoutes(self.client, control),
             openai,
             FileRoutes(store, self.client, inference.batches.max_file_mb * _MIB),
             self.batches,
-            ModelControlRoutes(self.client, settings),
+            control,
             completions,
             chats,
             ResponseRoutes(self.jobs, self.streams),

@@ -21,7 +21,7 @@ from penstock.producers.gateway.key_copy import KeyCopy
 from penstock.producers.gateway.limits import Owner, RateLimits
 from penstock.registry.api_keys import UNKNOWN_DIGEST, ApiKey, KeyLimits, KeyRole, digest_of, parse_api_key
 from penstock.registry.broker.meters import Charge, Reading
-from penstock.registry.errors import BadApiKey, NotPermitted
+from penstock.registry.errors import BadApiKey, NotPermitted, RateLimited
 from penstock.registry.settings import Settings
 
 __all__ = ["NOBODY", "Access", "Caller", "Credentials", "Entry", "Needs", "caller", "entered"]
@@ -129,14 +129,16 @@ class Access:
         keys: KeyCopy,
         limits: RateLimits,
         clock: Callable[[], float] = time.time,
+        count: Callable[[str, str], None] = lambda _key_id, _outcome: None,
     ) -> None:
-        """clock: unix seconds, for the expiry of keys."""
+        """clock: unix seconds, for the expiry of keys. count: takes the id of a key and what became of its request."""
         server = settings.inference.server
         self._mode = server.api_keys
         self._is_exposed = server.is_exposed
         self._keys = keys
         self._limits = limits
         self._clock = clock
+        self._count = count
         self._anybody = Caller("", settings.tenant_id, "admin", (), KeyLimits())
 
     async def authenticate(self, credentials: Credentials, *, is_remote: bool = False) -> Caller:
@@ -170,6 +172,7 @@ class Access:
         _entry.set(None)
         found = await self.authenticate(credentials, is_remote=is_remote)
         if _RANK[found.role] < _RANK[needs]:
+            self._count(found.key_id, "denied")
             raise NotPermitted(
                 f"An API key with the role {found.role} may not do this. Expected the role {_role(needs)}"
             )
@@ -177,7 +180,14 @@ class Access:
         charges = self._limits.charges(owner, route)
         entry = Entry(found)
         if charges:
-            entry = Entry(found, await self._limits.admit(charges), charges, self._limits)
+            try:
+                entry = Entry(found, await self._limits.admit(charges), charges, self._limits)
+            except RateLimited:
+                if found.key_id:
+                    self._count(found.key_id, "limited")
+                raise
+        if found.key_id:
+            self._count(found.key_id, "admitted")
         _entry.set(entry)
         return entry
 

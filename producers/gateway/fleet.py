@@ -21,7 +21,7 @@ from penstock.producers.gateway.callers import caller, entered
 from penstock.producers.gathering import ENDS
 from penstock.producers.job_state import HandleCore
 from penstock.registry.admission import SubmitOptions
-from penstock.registry.broker.base import Backlog
+from penstock.registry.broker.base import Backlog, Usage
 from penstock.registry.broker.meters import Charge, Spent
 from penstock.registry.errors import (
     Corrupt,
@@ -181,6 +181,16 @@ class GatewayClient(AsyncClient):
         """The jobs of a model that have not ended, and how many were committed so far. Raises BrokerUnavailable."""
         self._enter_loop()
         return await self._broker.backlog(model)
+
+    async def usage(self) -> dict[str, Usage]:
+        """What was used of all models, by the id of the API key that pays. Raises BrokerUnavailable."""
+        self._enter_loop()
+        names = await self._broker.models()
+        found: dict[str, Usage] = {}
+        for of_model in await asyncio.gather(*map(self._broker.usage, names)):
+            for (key_id, _), used in of_model.items():
+                found[key_id] = Usage(*map(sum, zip(found.get(key_id, Usage()), used, strict=True)))
+        return found
 
     async def _reports(self) -> list[Mapping[str, Any]]:
         return [json.loads(report) for report in await self._broker.workers()]

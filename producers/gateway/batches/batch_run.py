@@ -212,7 +212,9 @@ class BatchRun:
         pause_s = _FIRST_PAUSE_S
         while group and not self.is_stopped:
             try:
-                count = await self._pay(group)
+                if not (count := await self._pay(group)):
+                    # The run was stopped meanwhile.
+                    continue
                 group = [*await self._turn(group[:count], ended), *group[count:]]
                 self.journal.write(ended)
                 ended, pause_s = [], _FIRST_PAUSE_S
@@ -231,7 +233,7 @@ class BatchRun:
         self.journal.write([*ended, *(self._unrun(each.line.number, each.custom_id) for each in group)])
 
     async def _pay(self, group: Sequence[_Pending]) -> int:
-        """How many lines of a group may run now. Those that are not paid for are charged.
+        """How many lines of a group may run now; 0: none, as the run was stopped. Those not paid for are charged.
 
         Raises RateLimited when there is no room for any. A key may have been revoked since: raises BadApiKey.
         """
@@ -239,7 +241,9 @@ class BatchRun:
             # Lost lines, which stand before the others.
             return paid
         entry = await self._enter()
-        count = len(group) if entry is None else await entry.spend_for_lines([each.job.tokens for each in group])
+        if entry is None:
+            return 0
+        count = await entry.spend_for_lines([each.job.tokens for each in group])
         for each in group[:count]:
             each.is_paid = True
         return count
