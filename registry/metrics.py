@@ -32,6 +32,7 @@ __all__ = [
     "COMMIT",
     "COMPUTE",
     "DEAD_LETTERED",
+    "DRAFT_TOKENS",
     "DRIFT",
     "DRIFT_ALERTS",
     "EXCEPTIONS",
@@ -59,6 +60,7 @@ __all__ = [
     "OUT_OF_MEMORY",
     "PAGES",
     "PADDING",
+    "PREDICTED_WAIT",
     "PREEMPTED",
     "PREFIX_TOKENS",
     "QUARANTINED",
@@ -68,9 +70,11 @@ __all__ = [
     "READY",
     "REQUESTS",
     "RETRIED",
+    "ROWS",
     "SHADOW_COMPARED",
     "SHADOW_PAIRS",
     "SINGLE_FLIGHT",
+    "STEPS",
     "TAKEN_OVER",
     "TOKENS",
     "TRAFFIC_SHARE",
@@ -330,8 +334,29 @@ INTER_TOKEN: Final = Metric(
 TOKENS: Final = Metric(
     "penstock_tokens_total", "counter", "tokens", (*_MODEL, "kind"), "Tokens that were computed: prompt or generated"
 )
+STEPS: Final = Metric(
+    "penstock_generation_steps_total", "counter", "steps", _MODEL, "Steps of the engine that computed something"
+)
+ROWS: Final = Metric(
+    "penstock_generation_rows_total",
+    "counter",
+    "texts",
+    _MODEL,
+    "Texts in the steps of the engine, added up; over the steps, it is the mean batch",
+)
+PREDICTED_WAIT: Final = Metric(
+    "penstock_generation_predicted_wait_seconds",
+    "gauge",
+    "seconds",
+    _MODEL,
+    "Until a text that comes now has a seat, by what is ahead of it and the measured time of a step",
+)
 PAGES: Final = Metric(
-    "penstock_pages", "gauge", "pages", (*_MODEL, "kind"), "Pages of keys and values: used, cached, or all of them"
+    "penstock_pages",
+    "gauge",
+    "pages",
+    (*_MODEL, "kind"),
+    "Pages of keys and values: used, the most that were used in a step (peak), cached, or all of them",
 )
 PREFIX_TOKENS: Final = Metric(
     "penstock_prefix_tokens_total",
@@ -339,6 +364,14 @@ PREFIX_TOKENS: Final = Metric(
     "tokens",
     (*_MODEL, "kind"),
     "Tokens of prompts that were looked up in the prefix cache: queried or found",
+)
+
+DRAFT_TOKENS: Final = Metric(
+    "penstock_draft_tokens_total",
+    "counter",
+    "tokens",
+    (*_MODEL, "kind"),
+    "Tokens that were guessed: drafted, and of those accepted, which are part of the text",
 )
 
 METRICS: Final = (
@@ -349,7 +382,8 @@ METRICS: Final = (
     *(CANARY, DRIFT, DRIFT_ALERTS, TRANSITIONS, ALERTS),
     *(CACHE_HITS, CACHE_MISSES, CACHE_ENTRIES, CACHE_BYTES, CACHE_EVICTED, CACHE_FAULTS),
     *(SHADOW_PAIRS, SHADOW_COMPARED),
-    *(GENERATING, PREEMPTED, FIRST_TOKEN, INTER_TOKEN, TOKENS, PAGES, PREFIX_TOKENS),
+    *(GENERATING, PREEMPTED, PREDICTED_WAIT, FIRST_TOKEN, INTER_TOKEN, TOKENS, DRAFT_TOKENS, STEPS, ROWS),
+    *(PAGES, PREFIX_TOKENS),
     *(WEBHOOKS, WEBHOOKS_WAITING, WEBHOOKS_DEAD, WEBHOOKS_AGE),
 )
 """The whole table, in the order of display."""

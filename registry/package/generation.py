@@ -21,6 +21,7 @@ __all__ = [
     "GENERATE",
     "MESSAGES",
     "MOST_SEATS",
+    "MOST_TOKENS",
     "PROFILES",
     "PROMPT",
     "SAMPLING",
@@ -45,7 +46,8 @@ GENERATE: Final = "generate"
 MOST_SEATS: Final = 64
 """Each running request has a thread of the worker."""
 _MOST_URGENT: Final = 16
-_MOST_TOKENS: Final = 1 << 20
+MOST_TOKENS: Final = 1 << 20
+"""Of a prompt and its text together."""
 PROFILES: Final[dict[str, dict[str, Any]]] = {
     "gpu": {"max_model_len": 4096, "max_num_seqs": 32, "page_size": 64},
     "memory_constrained": {"max_model_len": 2048, "max_num_seqs": 8, "page_size": 32, "kv_cache_mb": 64.0},
@@ -73,13 +75,13 @@ class Generation(Section):
 
     profile: Literal["gpu", "memory_constrained"] | None = None
     """Values that are taken together: max_model_len, max_num_seqs, page_size, kv_cache_mb."""
-    max_model_len: Annotated[int | None, Field(ge=2, le=_MOST_TOKENS)] = None
+    max_model_len: Annotated[int | None, Field(ge=2, le=MOST_TOKENS)] = None
     """Most tokens of a prompt and its output together; null: as many as the model knows positions."""
     max_num_seqs: Annotated[int, Field(ge=1, le=MOST_SEATS)] = 16
     """Most requests that run at a time."""
-    max_num_batched_tokens: Annotated[int, Field(ge=1, le=_MOST_TOKENS)] = 512
+    max_num_batched_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 512
     """Most tokens of a step; a longer prompt is computed in chunks, beside the other requests."""
-    page_size: Annotated[int, Field(ge=1, le=_MOST_TOKENS)] = 16
+    page_size: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 16
     """Tokens in a page of keys and values."""
     kv_cache_mb: Annotated[float, Field(gt=0)] = 256.0
     """Megabytes of all pages together."""
