@@ -125,6 +125,7 @@ class PredictRoutes:
 
     async def prepare_line(self, words: Mapping[str, str], body: bytes) -> LineJob:
         """The job of a line of a batch, which is the body of a prediction. Raises as a prediction does."""
+        fields: PredictFields
         try:
             fields = _decode_line(body)
             document = Document({"inputs": fields.inputs}, memoryview(b""), JSON)
