@@ -15,6 +15,9 @@ from typing import Final, Literal
 
 __all__ = [
     "ALERTS",
+    "API_KEY_JOBS",
+    "API_KEY_REQUESTS",
+    "API_KEY_TOKENS",
     "AUDIT_FAILURES",
     "BATCH_ROWS",
     "BATCH_SIZE",
@@ -410,6 +413,30 @@ HTTP_WAITING: Final = Metric(
     "penstock_http_waiting", "gauge", "requests", (), "Requests that wait for the end of a job"
 )
 HTTP_STREAMS: Final = Metric("penstock_http_streams", "gauge", "", (), "Open event streams and WebSockets")
+API_KEY_REQUESTS: Final = Metric(
+    "penstock_api_key_requests_total",
+    "counter",
+    "requests",
+    ("key", "outcome"),
+    "Requests by the id of their API key: admitted, limited or denied; keys beyond the first 1,000 are `other`",
+)
+API_KEY_JOBS: Final = Metric(
+    "penstock_api_key_jobs_total",
+    "counter",
+    "jobs",
+    ("key",),
+    "Accepted jobs by the id of the API key that pays, as the broker has counted them for all gateways",
+)
+API_KEY_TOKENS: Final = Metric(
+    "penstock_api_key_tokens_total",
+    "counter",
+    "tokens",
+    ("key", "kind"),
+    "Tokens of whole texts by the id of the API key that pays, as the broker has counted them: prompt or generated",
+)
 
-GATEWAY_METRICS: Final = (HTTP_REQUESTS, HTTP_SECONDS, HTTP_WAITING, HTTP_STREAMS, GRPC_CALLS, GRPC_SECONDS)
+GATEWAY_METRICS: Final = (
+    *(HTTP_REQUESTS, HTTP_SECONDS, HTTP_WAITING, HTTP_STREAMS, GRPC_CALLS, GRPC_SECONDS),
+    *(API_KEY_REQUESTS, API_KEY_JOBS, API_KEY_TOKENS),
+)
 """The metrics of the gateway, which are of no model."""

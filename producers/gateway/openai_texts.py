@@ -154,7 +154,7 @@ def line_job(fields: SamplingFields, request: TextRequest, shape: Shape) -> Line
         usage = _summed([text.usage for text in texts], request.choices)
         return msgspec.json.encode(shape.whole(Head(job_id, int(time.time()), request.model), texts, usage))
 
-    return LineJob(request.model, with_options(request.prompts[0], params), None, (), write, tells_version=False)
+    return LineJob(request.model, with_options(request.prompts[0], params), None, (), write)
 
 
 def reason_of(text: Text) -> str:

@@ -27,6 +27,7 @@ __all__ = [
     "SAMPLING",
     "TOKEN_IDS",
     "TOOLS",
+    "USAGE",
     "Generation",
     "example_inputs",
     "with_signature",
@@ -37,6 +38,8 @@ TOKEN_IDS: Final = "prompt_token_ids"  # noqa: S105 - the name of an input
 MESSAGES: Final = "messages"
 TOOLS: Final = "tools"
 SAMPLING: Final = "sampling_params"
+USAGE: Final = "usage"
+"""An output: tokens of the prompt, generated tokens, and those of the prompt that were not computed anew."""
 
 GENERATE: Final = "generate"
 """The format whose model writes text, token by token."""
@@ -61,7 +64,7 @@ _OUTPUTS: Final = (
     {"name": "text", "dtype": "string", "shape": ["choices"]},
     {"name": "token_ids", "dtype": "int64", "shape": ["choices", "tokens"]},
     {"name": "finish_reason", "dtype": "string", "shape": ["choices"]},
-    {"name": "usage", "dtype": "int64", "shape": [3]},
+    {"name": USAGE, "dtype": "int64", "shape": [3]},
     {"name": "logprobs", "dtype": "string", "shape": ["choices"]},
     {"name": "message", "dtype": "string", "shape": ["choices"]},
 )

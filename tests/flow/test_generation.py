@@ -21,7 +21,7 @@ from penstock.registry.queues import events_key
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.engine import Engine
 from tests.flow.conftest import Samples
-from tests.servers import RedisServer, WorkerProcess, redis_binaries, require, wait_until
+from tests.servers import RedisServer, WorkerProcess, let_pass, redis_binaries, require, wait_until
 from tests.workers.generation.packages import write_writer
 
 PATIENCE_S = 60.0
@@ -323,3 +323,24 @@ def test_stream_outlives_the_stop_of_its_worker(stage: Stage, worker: WorkerProc
         assert len(tokens) == LONG - 100
         assert "reset" not in kinds
         assert _resumed(stage, [job]) == 1
+
+
+def test_time_of_a_text_counts_from_its_first_start(stage: Stage, worker: WorkerProcess):
+    """ES-061: its time has passed when another worker takes it over, which adds nothing to what was delivered."""
+    worker.freeze()
+    first = stage.worker("late")
+    params = replace(GREEDY, max_tokens=LONG - 100, timeout_s=2.0)
+    with Client(stage.server.url) as client:
+        job = client.submit("scribe", {"prompt": "x"}, options=params)
+        wait_until(lambda: _begun(stage, [job]) == 1, PATIENCE_S, "the stream has begun")
+        first.kill()
+        let_pass(2.0)
+        worker.thaw()
+        text, tokens, kinds = _read(job)
+        result = job.result(PATIENCE_S)
+        assert result["finish_reason"].tolist() == ["timeout"]
+        assert (text, tokens) == (result["text"][0], result["token_ids"][0].tolist())
+        assert 0 < len(tokens) < LONG - 100
+        assert "reset" not in kinds
+        assert _resumed(stage, [job]) == 0
+    first.stop()

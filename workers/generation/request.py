@@ -31,12 +31,14 @@ __all__ = ["Delivered", "GenerationRequest", "TokenRules"]
 class Delivered:
     """What another engine generated and delivered of a request. characters: of its text.
 
-    logprobs: at each token, where the request asks for them.
+    logprobs: at each token, where the request asks for them. elapsed_s: since the request began there; its time-out
+    counts from then.
     """
 
     token_ids: Tokens[int] = ()
     characters: int = 0
     logprobs: Tokens[dict[int, float]] = ()
+    elapsed_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,8 @@ class GenerationRequest:
         return self.num_generated + ahead + 1 >= self.params.min_tokens and token in self.rules.ending
 
     def _barred(self, ahead: int) -> Tokens[int]:
+        if not (self.params.min_tokens or self.rules.bad_words):
+            return ()
         barred = list(self.rules.ending) if self.num_generated + ahead < self.params.min_tokens else []
         for word in self.rules.bad_words:
             before = len(word) - 1
@@ -201,6 +205,8 @@ class GenerationRequest:
             if self.finish_reason is not None:
                 break
         self._delivered = len(delivered.token_ids)
+        if self.deadline_s is not None:
+            self.deadline_s -= delivered.elapsed_s
         if self.stream is not None:
             self.stream.skip(delivered.characters)
 

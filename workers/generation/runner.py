@@ -1,10 +1,11 @@
 """The thread that owns an engine: jobs join and leave between its steps, and a second thread hands their outputs over.
 
-    model threads -- open --> incoming --> engine: add, step, step --> delivery thread --> Wish.sink: each output
-                  -- close -> abort, before the next step                             '--> Ticket.next: the last one
+    model threads -- open: prepare -> incoming -> engine: add, step, step -> delivery thread -> Wish.sink: each output
+                  -- close ---------> abort, before the next step                        '---> Ticket.next: the last one
 
 A job's own thread sleeps until its request has ended. Waking each of them for each output would take the lock of
-Python from the engine hundreds of times a second.
+Python from the engine hundreds of times a second. It prepares the request before: templates, tokenizers and compilers
+of forms may take longer than many steps.
 
 Texts are decoded and handed over in intervals: the first token of each at once, later ones of all together. An
 exception of a step fails the requests of that moment, and no later one.
@@ -17,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Final
@@ -25,9 +27,10 @@ from penstock.registry.errors import ModelNotReady
 from penstock.registry.queues import PriorityName
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.chat import ChatPrompt
-from penstock.workers.generation.engine import Engine, Prompt
+from penstock.workers.generation.engine import Engine
 from penstock.workers.generation.engine_times import EngineTimes
 from penstock.workers.generation.outputs import RequestOutput
+from penstock.workers.generation.prompts import Prompt
 from penstock.workers.generation.request import Delivered, GenerationRequest
 from penstock.workers.generation.text_group import has_news, is_finished, output
 from penstock.workers.observe.metrics import GenerationFigures
@@ -54,16 +57,20 @@ class Wish:
     sink: Callable[[RequestOutput], bool] | None = None
     """Called on the delivery thread with each output. It returns whether the job's own thread is to look, and its
     error ends the request."""
+    together: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered around the calls of all sinks at one delivery: those of one worker write together."""
 
 
 class Ticket:
     """The way of one request's end to the thread that waits for it."""
 
-    def __init__(self, wish: Wish, close: Callable[[Ticket], None]) -> None:
+    def __init__(
+        self, wish: Wish, request: GenerationRequest, opened_at: float, close: Callable[[Ticket], None]
+    ) -> None:
         self.wish: Final = wish
-        self.request: GenerationRequest | None = None
-        """None until the engine has it. The runner's thread owns it."""
-        self.opened_at = 0.0
+        self.request: Final = request
+        """The runner's thread owns it."""
+        self.opened_at: Final = opened_at
         self.handed_at = 0.0
         """When the last output was handed over, in seconds of the runner's clock; 0: none was."""
         self.handed_tokens = 0
@@ -124,9 +131,13 @@ class EngineRunner:
         self._thread.start()
 
     def open(self, wish: Wish) -> Ticket:
-        """The request joins before the next step. Raises ModelNotReady after `stop`."""
-        ticket = Ticket(wish, self._leave)
-        ticket.opened_at = self._clock()
+        """Prepares the request on this thread; it joins before the next step.
+
+        Raises InvalidInput for a request that cannot run, and ModelNotReady after `stop`.
+        """
+        opened_at = self._clock()
+        request = self.engine.prepare(wish.request_id, wish.prompt, wish.params, wish.delivered)
+        ticket = Ticket(wish, request, opened_at, self._leave)
         with self._has_news:
             if self._is_stopping:
                 raise ModelNotReady("The engine was stopped")
@@ -221,14 +232,7 @@ class EngineRunner:
             # The job came back before its earlier run here was closed.
             self._fail(earlier, ModelNotReady("Another run of the job has begun"))
         try:
-            ticket.request = self.engine.open(
-                wish.request_id,
-                wish.prompt,
-                wish.params,
-                priority=wish.priority,
-                tenant=wish.tenant,
-                delivered=wish.delivered,
-            )
+            self.engine.admit(ticket.request, priority=wish.priority, tenant=wish.tenant)
         except BaseException as error:  # such as InvalidInput: this request alone cannot run
             ticket.put(error)
             return
@@ -240,7 +244,7 @@ class EngineRunner:
         outputs: list[tuple[Ticket, RequestOutput]] = []
         for ticket in [*self._tickets.values()]:
             request = ticket.request
-            if request is None or not has_news(request):
+            if not has_news(request):
                 continue
             has_ended = is_finished(request)
             if is_due or has_ended or not ticket.handed_at:
@@ -265,15 +269,19 @@ class EngineRunner:
 
     def _hand_over(self) -> None:
         while (outputs := self._deliveries.get()) is not None:
-            for ticket, found in outputs:
-                sink = ticket.wish.sink
-                try:
-                    wakes = sink(found) if sink is not None else False
-                except BaseException as error:  # only this request is concerned
-                    ticket.put(error)
-                    continue
-                if wakes or found.finished:
-                    ticket.put(found)
+            wakes: list[tuple[Ticket, RequestOutput | BaseException]] = []
+            with outputs[0][0].wish.together():
+                for ticket, found in outputs:
+                    sink = ticket.wish.sink
+                    try:
+                        has_to_look = sink(found) if sink is not None else False
+                    except BaseException as error:  # only this request is concerned
+                        wakes.append((ticket, error))
+                        continue
+                    if has_to_look or found.finished:
+                        wakes.append((ticket, found))
+            for ticket, reached in wakes:
+                ticket.put(reached)
 
     def _fail_all(self, error: BaseException) -> None:
         for ticket in [*self._tickets.values()]:

@@ -14,7 +14,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import numpy as np
@@ -33,8 +35,8 @@ from penstock.workers.runtime.base import Prepared, StreamContext
 from penstock.workers.runtime.loading import LoadOptions, NullContext, PackageRuntime
 
 if TYPE_CHECKING:
-    from penstock.workers.generation.engine import Prompt
     from penstock.workers.generation.outputs import ChatMessage, RequestOutput
+    from penstock.workers.generation.prompts import Prompt
     from penstock.workers.generation.request import Delivered
     from penstock.workers.generation.runner import EngineRunner
 
@@ -44,6 +46,7 @@ _LOOK_S: Final = 0.5
 """A job that gets no output looks so often whether it was cancelled."""
 _PRECISIONS: Final = {"auto": "fp32", "fp32": "fp32", "bf16": "bf16"}
 _CONTENT: Final = "content_hash"
+_BEGUN: Final = "begun_ms"
 
 
 @runtime_checkable
@@ -53,6 +56,13 @@ class ResumableContext(StreamContext, Protocol):
     @property
     def priority(self) -> PriorityName:
         """The priority of the job."""
+
+    @property
+    def now_ms(self) -> int:
+        """Milliseconds by a clock that all workers share."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Inside of it, the chunks of all jobs wait for one write at its end."""
 
     def chunk(self, values: Mapping[str, Array], /) -> None:
         """Sends values to subscribers."""
@@ -70,8 +80,10 @@ class ResumableContext(StreamContext, Protocol):
 class GenerateRuntime(PackageRuntime):
     """Runs a decoder in an engine of its own."""
 
-    def __init__(self, package: Package, options: LoadOptions | None = None) -> None:
+    def __init__(self, package: Package, options: LoadOptions | None = None, cache_dir: Path | None = None) -> None:
+        """cache_dir: of the engine, see Config."""
         super().__init__(package, options)
+        self._cache_dir: Final = cache_dir
         self._runner: EngineRunner | None = None
 
     def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
@@ -101,15 +113,18 @@ class GenerateRuntime(PackageRuntime):
         runner = self._loaded
         try:
             params, prompt = read_params(inputs), _prompt(inputs)
+            wish = Wish(context.job_id or _WARM_UP, prompt, _seeded(params, context.job_id), tenant=context.tenant)
+            # Several texts come at the end, and a worker that takes their job over writes them anew.
+            if isinstance(context, ResumableContext) and params.num_candidates == 1:
+                delivered = self._delivered(context, params)
+                first = {_CONTENT: _text(self.content_hash), _BEGUN: np.array(context.now_ms, np.int64)}
+                sink = _Sink(context, params, {} if delivered else first)
+                wish = replace(
+                    wish, priority=context.priority, delivered=delivered, sink=sink, together=context.together
+                )
+            ticket, turns = runner.open(wish), -1
         except InvalidInput as error:
             raise InputRefused(str(error)) from None
-        wish = Wish(context.job_id or _WARM_UP, prompt, _seeded(params, context.job_id), tenant=context.tenant)
-        # Several texts come at the end, and a worker that takes their job over writes them anew.
-        if isinstance(context, ResumableContext) and params.num_candidates == 1:
-            delivered = self._delivered(context, params)
-            sink = _Sink(context, params, "" if delivered else self.content_hash)
-            wish = replace(wish, priority=context.priority, delivered=delivered, sink=sink)
-        ticket, turns = runner.open(wish), -1
         try:
             yield from ()
             while (output := ticket.next(_LOOK_S)) is None or not output.finished:
@@ -153,7 +168,7 @@ class GenerateRuntime(PackageRuntime):
         precision = _PRECISIONS.get(self.precision)
         if precision is None:
             raise ConfigurationError(f"{spec.reference}: precision: found {self.precision}, expected fp32 or bf16")
-        options = {**spec.generate.engine_options(), "precision": precision}
+        options = {**spec.generate.engine_options(), "precision": precision, "cache_dir": self._cache_dir}
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
@@ -209,10 +224,11 @@ class GenerateRuntime(PackageRuntime):
             tokens = [int(token) for chunk in chunks for token in chunk["token_ids"].tolist()]
             characters = sum(len(str(chunk["text"])) for chunk in chunks)
             logprobs = [one for chunk in chunks for one in _read_logprobs(chunk)] if params.logprobs is not None else []
+            elapsed_s = max(0, context.now_ms - int(chunks[0][_BEGUN])) / 1000
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise ModelError("The delivered events are not those of a text. Expected chunks of text") from error
         context.resume()
-        return Delivered(tokens, characters, logprobs)
+        return Delivered(tokens, characters, logprobs, elapsed_s)
 
 
 _WARM_UP: Final = "warm-up"
@@ -220,9 +236,9 @@ _WARM_UP: Final = "warm-up"
 
 class _Sink:
     """Sends the outputs of one request as chunks. The first chunk of a text names the model's content, so that no other
-    model continues it."""
+    model continues it, and the time at which the text began."""
 
-    def __init__(self, context: ResumableContext, params: SamplingParams, begins_with: str) -> None:
+    def __init__(self, context: ResumableContext, params: SamplingParams, begins_with: Mapping[str, Array]) -> None:
         self._context = context
         self._has_logprobs = params.logprobs is not None
         self._begins_with = begins_with
@@ -232,10 +248,8 @@ class _Sink:
             return True
         if output.delta_text or output.delta_token_ids:
             chunk = _chunk(output, self._has_logprobs)
-            if self._begins_with:
-                chunk[_CONTENT] = _text(self._begins_with)
-                self._begins_with = ""
-            self._context.chunk(chunk)
+            self._context.chunk({**chunk, **self._begins_with})
+            self._begins_with = {}
         return False
 
 
@@ -245,7 +259,8 @@ def _prompt(inputs: Mapping[str, Array]) -> Prompt | ChatPrompt:
     if (text := inputs.get(PROMPT)) is not None:
         return str(text[0])
     if (tokens := inputs.get(TOKEN_IDS)) is not None:
-        return [int(token) for token in tokens[0].tolist()]
+        ids: list[int] = tokens[0].tolist()
+        return ids
     raise InvalidInput(f"Found no prompt. Expected one of the inputs {PROMPT}, {TOKEN_IDS} and {MESSAGES}")
 
 

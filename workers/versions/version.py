@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final, NamedTuple
 
 from penstock.registry.deployment import Deployment, Routing
@@ -304,7 +304,7 @@ class ServedVersion:
             frameworks=self._config.frameworks,
             precision=self.policy.precision,
             warmup_requests=self._config.compilation.warmup_requests,
-            generate=GenerateRuntime,
+            generate=partial(GenerateRuntime, cache_dir=self._config.compilation.cache_dir / "generation"),
         )
 
     @property
