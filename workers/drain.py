@@ -442,9 +442,11 @@ class Drain:
         )
 
     def _claims(self) -> list[Claim]:
-        """What to claim now. While a forward is about to end, its commit carries the claims: that saves a round trip,
-        and the interpreter, which a short forward needs more often than not."""
-        if self.parts.stop.is_set or (not self._completer.has_work and self._is_commit_near()):
+        """What to claim now. The blocking claim has taken what had come: if the forward of that is about to end, its
+        commit carries the next claims, which saves a round trip."""
+        if self.parts.stop.is_set:
+            return []
+        if self.parts.claimer.has_just_waited and not self._completer.has_work and self._is_commit_near():
             return []
         return self.parts.claimer.wanted()
 

@@ -145,11 +145,15 @@ def _writer(console: Console, environ: Mapping[str, str], recipe: Recipe) -> Sto
     result = writer.result
     made = "Trained" if writer.is_new else "The model of an earlier run, trained"
     console.print(
-        f"{made} in {result.seconds:,.0f} s ({result.threads} threads): {result.parameters / 1e6:.1f} million "
-        f"parameters. Loss on {result.held_out} held-out docstrings: {result.loss:.2f} nats per token, "
-        f"{result.loss_before:.2f} before the training"
+        f"{made} in {result.seconds:,.0f} s with {_counted_threads(result.threads)}: "
+        f"{result.parameters / 1e6:.1f} million parameters. Loss on {result.held_out} held-out docstrings: "
+        f"{result.loss:.2f} nats per token, {result.loss_before:.2f} before the training"
     )
     return writer
+
+
+def _counted_threads(number: int) -> str:
+    return "1 thread" if number == 1 else f"{number} threads"
 
 
 @contextmanager

@@ -70,13 +70,13 @@ def train(
 def _save(model: Any, tokenizer: Any, folder: Path) -> None:
     # The demo has a progress bar of its own.
     had_bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     finally:
         if had_bars:
-            logging.enable_progress_bar()
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def learning_rate(step: int, recipe: Recipe) -> float:
@@ -84,7 +84,7 @@ def learning_rate(step: int, recipe: Recipe) -> float:
 
     >>> recipe = Recipe(steps=100, learning_rate=1.0)
     >>> [round(learning_rate(step, recipe), 2) for step in (0, 4, 5, 52, 99)]
-    [0.2, 1.0, 1.0, 0.56, 0.1]
+    [0.2, 1.0, 1.0, 0.55, 0.1]
     """
     warm = max(1, round(recipe.steps * _WARM_UP))
     if step < warm:
@@ -112,7 +112,8 @@ def _tokenizer(recipe: Recipe, texts: Sequence[str]) -> Any:
         show_progress=False,
     )
     bare.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bare, eos_token=_END, clean_up_tokenization_spaces=False)
+    options: dict[str, Any] = {"eos_token": _END, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=bare, **options)  # type: ignore[no-untyped-call]
 
 
 def _config(recipe: Recipe, tokenizer: Any) -> LlamaConfig:

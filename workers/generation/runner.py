@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Final
@@ -56,6 +57,8 @@ class Wish:
     sink: Callable[[RequestOutput], bool] | None = None
     """Called on the delivery thread with each output. It returns whether the job's own thread is to look, and its
     error ends the request."""
+    together: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered around the calls of all sinks at one delivery: those of one worker write together."""
 
 
 class Ticket:
@@ -266,15 +269,19 @@ class EngineRunner:
 
     def _hand_over(self) -> None:
         while (outputs := self._deliveries.get()) is not None:
-            for ticket, found in outputs:
-                sink = ticket.wish.sink
-                try:
-                    wakes = sink(found) if sink is not None else False
-                except BaseException as error:  # only this request is concerned
-                    ticket.put(error)
-                    continue
-                if wakes or found.finished:
-                    ticket.put(found)
+            wakes: list[tuple[Ticket, RequestOutput | BaseException]] = []
+            with outputs[0][0].wish.together():
+                for ticket, found in outputs:
+                    sink = ticket.wish.sink
+                    try:
+                        has_to_look = sink(found) if sink is not None else False
+                    except BaseException as error:  # only this request is concerned
+                        wakes.append((ticket, error))
+                        continue
+                    if has_to_look or found.finished:
+                        wakes.append((ticket, found))
+            for ticket, reached in wakes:
+                ticket.put(reached)
 
     def _fail_all(self, error: BaseException) -> None:
         for ticket in [*self._tickets.values()]:

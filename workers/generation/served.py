@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
@@ -59,6 +60,9 @@ class ResumableContext(StreamContext, Protocol):
     @property
     def now_ms(self) -> int:
         """Milliseconds by a clock that all workers share."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Inside of it, the chunks of all jobs wait for one write at its end."""
 
     def chunk(self, values: Mapping[str, Array], /) -> None:
         """Sends values to subscribers."""
@@ -115,7 +119,9 @@ class GenerateRuntime(PackageRuntime):
                 delivered = self._delivered(context, params)
                 first = {_CONTENT: _text(self.content_hash), _BEGUN: np.array(context.now_ms, np.int64)}
                 sink = _Sink(context, params, {} if delivered else first)
-                wish = replace(wish, priority=context.priority, delivered=delivered, sink=sink)
+                wish = replace(
+                    wish, priority=context.priority, delivered=delivered, sink=sink, together=context.together
+                )
             ticket, turns = runner.open(wish), -1
         except InvalidInput as error:
             raise InputRefused(str(error)) from None

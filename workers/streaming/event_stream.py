@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import cast
 
 from penstock.registry.broker.base import StreamEntry
@@ -38,7 +39,10 @@ class EventStream:
         read: Callable[[str], list[StreamEntry]] = lambda _: [],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """read: the entries of the event stream of a job, by its id. Raises BrokerUnavailable. clock: as for `claimed`."""
+        """read: the entries of the event stream of a job, by its id. Raises BrokerUnavailable.
+
+        clock: monotonic seconds, those of `ClaimedJob.claimed`.
+        """
         self._job = job
         self._touch = touch
         self._writer = writer
@@ -106,6 +110,10 @@ class EventStream:
             raise ModelError(f"A chunk cannot be sent. {error}") from None
         self._content = part.content
         self._send(part)
+
+    def together(self) -> AbstractContextManager[None]:
+        """Inside of it, the events of this worker's streams wait for one write at its end."""
+        return self._writer.together()
 
     def finish(self) -> None:
         """Wait until the broker has all events. Later ones are ignored."""

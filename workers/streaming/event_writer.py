@@ -4,14 +4,16 @@
 
 A write begins at once, on the model thread, for the first event of a job, for an event that comes 5 ms or more after
 the last write began, and when 64 KiB of a job wait. Every other event waits for at most the rest of the 5 ms and the
-write that is under way; then the thread `events` writes it. One write at a time is under way.
+write that is under way; then the thread `events` writes it. One write at a time is under way. Events that are added
+inside of `together` are one write at its end.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import inf
 from typing import Final, TypeVar
 
@@ -67,6 +69,8 @@ class EventWriter:
         """Those with events that wait, in order."""
         self._is_writing = False
         self._is_urgent = False
+        self._held = 0
+        """Threads that add events which shall travel together."""
         self._next_at = -inf
         """When the next write may begin, unless it is urgent."""
         self._retry_at = -inf
@@ -90,6 +94,23 @@ class EventWriter:
             if outbox.waiting_bytes > _MOST_WAITING_BYTES or outbox.error is not None:
                 self._await(lambda: outbox.waiting_bytes <= _MOST_WAITING_BYTES, outbox, touch)
             self._wake()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """The events of many jobs that are added inside of it are written at its end, by one call.
+
+        Each call takes the lock of Python from the models. A thread that must wait for its events writes them earlier.
+        """
+        with self._lock:
+            self._held += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._held -= 1
+                if self._outboxes and not (self._held or self._is_writing) and self._clock() >= self._retry_at:
+                    self._write()
+                self._wake()
 
     def flush(self, outbox: Outbox, touch: Callable[[], None]) -> None:
         """Wait until the broker has all events of the job. Errors as for `add`."""
@@ -136,7 +157,7 @@ class EventWriter:
             raise outbox.error
 
     def _due_at(self) -> float:
-        if not self._outboxes:
+        if not self._outboxes or self._held:
             return inf
         return self._retry_at if self._is_urgent else max(self._next_at, self._retry_at)
 

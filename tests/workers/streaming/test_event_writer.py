@@ -242,3 +242,26 @@ def test_a_writer_without_events_has_no_thread():
     writer = EventWriter(Broker(), "w", ttl_ms=1, max_bytes=1, may_wait=lambda: True)
     writer.stop()
     assert "events" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_events_of_many_jobs_are_added_together():
+    """One call has them all, also first ones and those that are due; a thread that waits for its own writes at once."""
+    broker, clock = Broker(), Clock()
+    jobs, writer = broker.running(4), writer_of(broker, clock)
+    boxes = [outbox_of(job) for job in jobs]
+    for turn in range(2):
+        with writer.together():
+            for box in boxes:
+                writer.add(box, chunk(turn), untouched)
+                clock.now += 0.01
+            assert len(broker.calls) == turn
+        assert len(broker.calls) == turn + 1
+    assert [broker.entries(job) for job in jobs] == [[[0], [1]]] * 4
+    with writer.together():
+        writer.add(boxes[0], chunk(2), untouched)
+        writer.flush(boxes[0], untouched)
+        assert broker.chunks(jobs[0]) == [0, 1, 2]
+    clock.now += 0.01
+    writer.add(boxes[1], chunk(2), untouched)
+    assert broker.chunks(jobs[1]) == [0, 1, 2]
+    writer.stop()
