@@ -91,7 +91,9 @@ class Played:
 
     def add(self, name: str) -> None:
         (prompt,) = prompts_of(5)
-        self.open.append(self.engine.open(name, prompt, GREEDY))
+        request = self.engine.prepare(name, prompt, GREEDY)
+        self.engine.admit(request)
+        self.open.append(request)
 
     def step(self) -> None:
         self.engine.advance()
@@ -134,7 +136,8 @@ def test_lengths_of_late_are_expected_of_later_texts():
     usual_s = played.times.measured.text_s
     assert usual_s == STEP_S * GREEDY.max_tokens
     half = EngineTimes(SchedulerConfig())
-    (ended,) = [played.engine.open("half", prompts_of(5)[0], GREEDY)]
+    ended = played.engine.prepare("half", prompts_of(5)[0], GREEDY)
+    played.engine.admit(ended)
     for _ in range(GREEDY.max_tokens // 2):
         played.engine.advance()
     ended.finish("stop")
