@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from penstock.registry.package import ModelSpec
+from penstock.registry.package.generation import PROMPT
 from penstock.registry.package.signature import TensorSpec
 from penstock.registry.tensors import DTYPES, STRING, Array
 
@@ -43,15 +44,15 @@ class SampleRequest(NamedTuple):
 def random_jobs(spec: ModelSpec, count: int, random: np.random.Generator) -> Iterator[dict[str, Array]]:
     """The inputs of `count` jobs of one row; they differ, unless the declaration allows too few values."""
     # The declaration's own example has extents within its limits.
-    example = spec.signature.example(1, _LENGTH)
-    tensors = [tensor for tensor in spec.inputs if not tensor.optional]
+    example = _example(spec, _LENGTH)
+    tensors = [tensor for tensor in spec.inputs if tensor.name in example]
     for number in range(count):
         yield {tensor.name: _random(tensor, example[tensor.name], number, random) for tensor in tensors}
 
 
 def first_call(spec: ModelSpec) -> list[str]:
     """A program of a few lines that submits one job of `spec` to the running stack and prints how it ends."""
-    example = spec.signature.example(1, len(_SENTENCE))
+    example = _example(spec, len(_SENTENCE))
     inputs = ", ".join(f'"{name}": {_source(array)}' for name, array in example.items())
     imports = ["import numpy as np"] if "np." in inputs else []
     submit = f'client.submit("{spec.name}", {{{inputs}}})'
@@ -65,9 +66,17 @@ def first_call(spec: ModelSpec) -> list[str]:
 
 def first_request(spec: ModelSpec, gateway_url: str) -> SampleRequest:
     """The request that runs `spec` once and waits for its outputs."""
-    example = spec.signature.example(1, len(_SENTENCE))
+    example = _example(spec, len(_SENTENCE))
     inputs = {name: _shown(array).tolist() for name, array in example.items()}
     return SampleRequest(f"{gateway_url}/v1/models/{spec.name}:predict", json.dumps({"inputs": inputs}))
+
+
+def _example(spec: ModelSpec, length: int) -> dict[str, Array]:
+    """The declaration's own example. A model that generates text needs one of its inputs, which are all optional."""
+    example = dict(spec.signature.example(1, length))
+    if spec.generate is not None:
+        example[PROMPT] = np.full(1, "x" * length, dtype=object)
+    return example
 
 
 def _random(tensor: TensorSpec, example: Array, number: int, random: np.random.Generator) -> Array:

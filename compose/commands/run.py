@@ -198,7 +198,6 @@ def demo(
     With --safety it shows a canary, the gate and a circuit breaker on real candidates, and keeps its report.
 
     \b
-    penstock demo
     penstock demo --ask "how do I read a zip file?"
     penstock demo --generate --ask "def read_json("
     penstock demo --safety

@@ -22,7 +22,7 @@ class Recipe:
     """Tokens of a row of training, and of a prompt with its text."""
     rows: int = 8
     """Of a batch of training."""
-    steps: int = 600
+    steps: int = 380
     learning_rate: float = 3e-3
     """At its peak."""
     held_out: float = 0.04

@@ -88,8 +88,26 @@ def show_generation(
     console.print(Text.assemble(title, ": eight texts at once, by a model that this machine makes itself"))
     writer = _writer(console, environ, recipe or Recipe())
     prompts = [*ask, *PROMPTS][: len(PROMPTS)]
+    with _served(console, environ, writer, with_access=stay is not None) as (settings, stack):
+        texts, found = _write(console, settings, stack, prompts)
+        console.print()
+        console.print(draw(found))
+        _tell_what_for(console, writer.result)
+        if stay is not None:
+            _tell_addresses(console, stack)
+            stay()
+        console.print("\nStopping the stack.")
+    model = {"is_new": writer.is_new, **asdict(writer.result)}
+    shown = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
+    return {"model": model, "texts": shown, "figures": found.as_json()}
+
+
+@contextmanager
+def _served(
+    console: Console, environ: Mapping[str, str], writer: StoredWriter, *, with_access: bool
+) -> Iterator[tuple[Settings, LocalStack]]:
+    """A private stack. with_access: with Flower and the gateway, to look around."""
     with private_settings(environ, [MODEL], models_root=writer.models_root) as (settings, own):
-        with_access = stay is not None
         stack = LocalStack(
             settings,
             fleet.choose(settings, own),
@@ -100,17 +118,7 @@ def show_generation(
             on_progress=_steps(console),
         )
         with stack:
-            texts, found = _write(console, settings, stack, prompts)
-            console.print()
-            console.print(draw(found))
-            _tell_what_for(console, writer.result)
-            if stay is not None:
-                _tell_addresses(console, stack)
-                stay()
-            console.print("\nStopping the stack.")
-    model = {"is_new": writer.is_new, **asdict(writer.result)}
-    shown = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
-    return {"model": model, "texts": shown, "figures": found.as_json()}
+            yield settings, stack
 
 
 def _check(ask: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from penstock.compose.samples import first_call, first_request, random_jobs
+from penstock.registry.generation_inputs import checked
 from penstock.registry.package import ModelSpec
 
 DECLARATIONS: dict[str, list[dict[str, Any]]] = {
@@ -90,6 +91,17 @@ def test_a_model_that_streams_is_called_as_a_stream():
         "    print(event.type, event.data)",
         "",
     ]
+
+
+def test_a_model_that_generates_text_gets_a_prompt():
+    """All its inputs are optional, and a job without a prompt would be refused."""
+    fields = {"name": "writer", "version": "1", "format": "generate", "source": {}}
+    spec = ModelSpec.model_validate({**fields, "generate": {"max_model_len": 256}})
+    assert submitted(first_call(spec)) == {"prompt": ["a sentence"]}
+    body = json.loads(first_request(spec, "http://127.0.0.1:8000").body)
+    assert body == {"inputs": {"prompt": ["a sentence"]}}
+    for inputs in (body["inputs"], *random_jobs(spec, 5, np.random.default_rng(0))):
+        assert spec.signature.check(checked(spec, inputs)).keys() == {"prompt"}
 
 
 def test_a_short_limit_of_text_is_kept():

@@ -18,6 +18,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -54,6 +55,19 @@ _MOST_GUESSING: Final = 2
 """Running requests beside which guesses pay on a CPU."""
 
 
+@dataclass(slots=True)
+class _Counts:
+    """Since the engine was made; see EngineStats."""
+
+    steps: int = 0
+    rows: int = 0
+    pages_peak: int = 0
+    prompt_tokens: int = 0
+    generated: int = 0
+    drafts: int = 0
+    drafts_accepted: int = 0
+
+
 class Engine:
     """Made by `from_pretrained` or `from_model`."""
 
@@ -88,13 +102,7 @@ class Engine:
         """Requests whose outputs `step` returns: those of `add_request`."""
         self._lock: Final = threading.RLock()
         self._serials: Final = count()
-        self._steps = 0
-        self._rows = 0
-        self._pages_peak = 0
-        self._prompt_tokens = 0
-        self._generated = 0
-        self._drafts = 0
-        self._drafts_accepted = 0
+        self._counts: Final = _Counts()
 
     @classmethod
     def from_pretrained(cls, path: str | Path, config: Config | None = None, **options: Any) -> Engine:
@@ -257,19 +265,19 @@ class Engine:
             return EngineStats(
                 waiting=len(self.scheduler.waiting),
                 running=len(self.scheduler.running),
-                steps=self._steps,
-                rows=self._rows,
+                steps=self._counts.steps,
+                rows=self._counts.rows,
                 preemptions=self.scheduler.num_preemptions,
-                prompt_tokens_computed=self._prompt_tokens,
-                tokens_generated=self._generated,
+                prompt_tokens_computed=self._counts.prompt_tokens,
+                tokens_generated=self._counts.generated,
                 pages_used=self.pages.num_used,
-                pages_peak=self._pages_peak,
+                pages_peak=self._counts.pages_peak,
                 pages_total=self.pages.num_usable,
                 pages_cached=len(prefixes) if prefixes else 0,
                 prefix_tokens_found=prefixes.hits if prefixes else 0,
                 prefix_tokens_queried=prefixes.queries if prefixes else 0,
-                draft_tokens=self._drafts,
-                draft_tokens_accepted=self._drafts_accepted,
+                draft_tokens=self._counts.drafts,
+                draft_tokens_accepted=self._counts.drafts_accepted,
             )
 
     # One step
@@ -313,9 +321,9 @@ class Engine:
         if sampled[-1].token is None:
             request.finish("error")
         else:
-            self._generated += request.accept(sampled, len(chunk.drafts))
-            self._drafts += len(chunk.drafts)
-            self._drafts_accepted += len(sampled) - 1
+            self._counts.generated += request.accept(sampled, len(chunk.drafts))
+            self._counts.drafts += len(chunk.drafts)
+            self._counts.drafts_accepted += len(sampled) - 1
         if request.finish_reason is not None:
             self._end(request)
 
@@ -325,12 +333,12 @@ class Engine:
             self._finish(request, "timeout")
 
     def _count(self, chunks: Sequence[Chunk]) -> None:
-        self._steps += 1
-        self._rows += len(chunks)
-        self._pages_peak = max(self._pages_peak, self.pages.num_used)
+        self._counts.steps += 1
+        self._counts.rows += len(chunks)
+        self._counts.pages_peak = max(self._counts.pages_peak, self.pages.num_used)
         for chunk in chunks:
             if (left := chunk.sequence.num_prompt - chunk.start) > 0:
-                self._prompt_tokens += min(chunk.num_tokens, left)
+                self._counts.prompt_tokens += min(chunk.num_tokens, left)
 
     # Requests
 

@@ -246,6 +246,7 @@ class ServedVersion:
         """The runtime is ready for forwards since `now`, in monotonic seconds."""
         runtime = self.runtime
         self.state, self.problem, self.last_problem = VersionState.READY, "", ""
+        # The loaded engine may lower a limit of the spec.
         self.__dict__.pop("spec_json", None)
         self.used_at = now
         self.queue.forget_forwards()

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from penstock.workers.generation.config import SchedulerConfig
 from penstock.workers.generation.engine import Engine
 from penstock.workers.generation.engine_times import EngineTimes
 from penstock.workers.generation.predicted_wait import (
@@ -126,25 +125,33 @@ def test_an_engine_keeps_its_prediction(waiting: int):
     assert played.steps_until_seated("late") == seat_s / STEP_S + 1
 
 
-def test_lengths_of_late_are_expected_of_later_texts():
-    """Texts that end early halve the prediction; an idle engine has a seat at once."""
+def test_an_idle_engine_has_a_seat_at_once():
+    """The time of a step and of a usual text are known from what ended."""
     played = Played()
     played.add("first")
     while played.open:
         played.step()
-    assert (played.times.measured.seat_s, played.times.measured.step_s) == (0.0, STEP_S)
-    usual_s = played.times.measured.text_s
-    assert usual_s == STEP_S * GREEDY.max_tokens
-    half = EngineTimes(SchedulerConfig())
-    ended = played.engine.prepare("half", prompts_of(5)[0], GREEDY)
-    played.engine.admit(ended)
+    measured = played.times.measured
+    assert (measured.seat_s, measured.step_s, measured.text_s) == (0.0, STEP_S, STEP_S * GREEDY.max_tokens)
+
+
+def test_lengths_of_late_are_expected_of_later_texts():
+    """A text that ended after half of its max_tokens halves the prediction."""
+    played = Played()
+    short = played.engine.prepare("short", prompts_of(5)[0], GREEDY)
+    played.engine.admit(short)
     for _ in range(GREEDY.max_tokens // 2):
         played.engine.advance()
-    ended.finish("stop")
-    half.stepped(STEP_S)
-    half.ended(ended)
-    half.measure(played.engine.scheduler, [], played.now)
-    assert half.measured.text_s == STEP_S * (GREEDY.max_tokens // 2)
+    played.engine.abort("short")
+    short.finish_reason = "stop"
+    played.times.ended(short)
+    for name in ("one", "two"):
+        played.add(name)
+    played.step()
+    half = GREEDY.max_tokens // 2
+    assert played.times.measured.text_s == STEP_S * half
+    # Each of them has written one token.
+    assert played.times.measured.seat_s == STEP_S * (half - 1)
 
 
 def test_aborted_texts_say_nothing_about_lengths():
