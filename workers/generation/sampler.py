@@ -13,8 +13,7 @@ Importing this module imports torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -28,8 +27,7 @@ __all__ = ["Sampled", "logprobs_at", "sample"]
 _PREFILTER: Final = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(NamedTuple):
     """token: None where the logits are not finite, or forbid every token. logprobs: by token, of the model itself."""
 
     token: int | None

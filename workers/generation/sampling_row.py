@@ -6,7 +6,7 @@ Importing this module imports torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +16,7 @@ from penstock.workers.generation.token_history import TokenHistory
 __all__ = ["SamplingRow"]
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
+class SamplingRow(NamedTuple):
     """position: of the token that is chosen, in prompt and output."""
 
     params: SamplingParams
