@@ -31,8 +31,13 @@ text             tokens -> text as it grows
 chat             messages -> prompt; output -> messages
 tool_calls       text -> the tools that it calls
 outputs          what the caller gets
-runner           the thread that owns an engine
-served           the runtime of format `generate`: jobs -> the runner
+backend          the seam between a job and what writes its text
+runner           the backend that owns an engine
+server_backend   the backend whose texts another server writes
+server_request   a wish -> the request to that server
+server_call      one connection to it: request -> events
+server_text      events -> outputs
+served           the runtime of format `generate`: jobs -> a backend
 
 The names are loaded at first use, because the engine imports torch.
 """

@@ -27,6 +27,7 @@ from penstock.registry.errors import ConfigurationError, InvalidInput, described
 from penstock.registry.queues import Priority, PriorityName
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.attention import KeyValuePools
+from penstock.workers.generation.backend import Delivered, Prompt
 from penstock.workers.generation.batch import flat_batch
 from penstock.workers.generation.chat import ChatPrompt, chat_output, chat_tokens, parser_of
 from penstock.workers.generation.config import Config
@@ -36,7 +37,7 @@ from penstock.workers.generation.packing import pack
 from penstock.workers.generation.pages import PagePool
 from penstock.workers.generation.prefix_cache import PrefixCache
 from penstock.workers.generation.probe import probe
-from penstock.workers.generation.request import Delivered, GenerationRequest
+from penstock.workers.generation.request import GenerationRequest
 from penstock.workers.generation.sampler import Sampled
 from penstock.workers.generation.scheduler import Chunk, Scheduler
 from penstock.workers.generation.scheduler import Sequence as Scheduled
@@ -46,10 +47,8 @@ from penstock.workers.generation.text_group import add_siblings, has_news, is_fi
 from penstock.workers.generation.token_rules import token_rules
 from penstock.workers.generation.verification import sampled_tokens
 
-__all__ = ["Engine", "Prompt"]
+__all__ = ["Engine"]
 
-Prompt = str | Sequence[int]
-"""A text, or its token ids."""
 _MOST_GUESSING: Final = 2
 """Running requests beside which guesses pay on a CPU."""
 

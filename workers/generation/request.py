@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from penstock.registry.sampling_params import SamplingParams
+from penstock.workers.generation.backend import Delivered
 from penstock.workers.generation.outputs import CompletionOutput, Delta, FinishReason
 from penstock.workers.generation.sampler import Sampled, logprobs_at
 from penstock.workers.generation.sampling_row import SamplingRow
@@ -24,19 +25,7 @@ from penstock.workers.generation.structure import TextMatcher
 from penstock.workers.generation.text import TextStream, decode
 from penstock.workers.generation.token_history import TokenHistory
 
-__all__ = ["Delivered", "GenerationRequest", "TokenRules"]
-
-
-@dataclass(frozen=True, slots=True)
-class Delivered:
-    """What another engine generated and delivered of a request. characters: of its text.
-
-    logprobs: at each token, where the request asks for them.
-    """
-
-    token_ids: Tokens[int] = ()
-    characters: int = 0
-    logprobs: Tokens[dict[int, float]] = ()
+__all__ = ["GenerationRequest", "TokenRules"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +191,7 @@ class GenerationRequest:
                 break
         self._delivered = len(delivered.token_ids)
         if self.stream is not None:
-            self.stream.skip(delivered.characters)
+            self.stream.skip(len(delivered.text))
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends the text. A stop string that only the last incomplete character made visible still cuts."""

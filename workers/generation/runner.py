@@ -16,22 +16,20 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Final
 
 from penstock.registry.errors import ModelNotReady
-from penstock.registry.queues import PriorityName
-from penstock.registry.sampling_params import SamplingParams
-from penstock.workers.generation.chat import ChatPrompt
-from penstock.workers.generation.engine import Engine, Prompt
-from penstock.workers.generation.outputs import RequestOutput
-from penstock.workers.generation.request import Delivered, GenerationRequest
+from penstock.workers.generation.backend import Wish
+from penstock.workers.generation.chat import ChatPrompt, chat_output, parser_of
+from penstock.workers.generation.engine import Engine
+from penstock.workers.generation.outputs import ChatMessage, RequestOutput
+from penstock.workers.generation.request import GenerationRequest
 from penstock.workers.generation.text_group import has_news, is_finished, output
 from penstock.workers.observe.metrics import GenerationFigures
 
-__all__ = ["EngineRunner", "Ticket", "Wish"]
+__all__ = ["EngineRunner", "Ticket"]
 
 logger = logging.getLogger("penstock.runtime")
 
@@ -40,21 +38,6 @@ _DELIVER_S: Final = 0.06
 _JOIN_S: Final = 10.0
 _MOST_TIMES: Final = 4096
 """That wait to be reported."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """One request, as a job asks for it."""
-
-    request_id: str
-    prompt: Prompt | ChatPrompt
-    params: SamplingParams
-    priority: PriorityName = "normal"
-    tenant: str = ""
-    delivered: Delivered | None = None
-    sink: Callable[[RequestOutput], bool] | None = None
-    """Called on the delivery thread with each output. It returns whether the job's own thread is to look, and its
-    error ends the request."""
 
 
 class Ticket:
@@ -127,6 +110,8 @@ class EngineRunner:
 
     def open(self, wish: Wish) -> Ticket:
         """The request joins before the next step. Raises ModelNotReady after `stop`."""
+        if wish.delivered is not None:
+            wish.resume()
         ticket = Ticket(wish, self._leave)
         ticket.opened_at = self._clock()
         with self._has_news:
@@ -135,6 +120,10 @@ class EngineRunner:
             self._incoming.append(ticket)
             self._has_news.notify()
         return ticket
+
+    def messages(self, output: RequestOutput, prompt: ChatPrompt) -> Sequence[ChatMessage]:
+        """See Backend."""
+        return chat_output(output, parser_of(self.engine.decoder.tokenizer, prompt), prompt.tool_names).messages
 
     def stop(self) -> None:
         """Ends the thread after the step that runs. Requests that are left end with ModelNotReady."""

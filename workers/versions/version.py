@@ -302,6 +302,7 @@ class ServedVersion:
             frameworks=self._config.frameworks,
             precision=self.policy.precision,
             warmup_requests=self._config.compilation.warmup_requests,
+            runtime_hosts=self._config.runtime_hosts,
             generate=GenerateRuntime,
         )
 

@@ -8,9 +8,10 @@ import pytest
 
 from penstock.registry.errors import InvalidInput, ModelNotReady
 from penstock.workers.generation import runner as runners
+from penstock.workers.generation.backend import Delivered, Wish
 from penstock.workers.generation.outputs import RequestOutput
-from penstock.workers.generation.request import Delivered, GenerationRequest
-from penstock.workers.generation.runner import EngineRunner, Ticket, Wish
+from penstock.workers.generation.request import GenerationRequest
+from penstock.workers.generation.runner import EngineRunner, Ticket
 from penstock.workers.generation.text_group import output
 from tests.workers.generation.architectures import decoder
 from tests.workers.generation.engines import GREEDY, open_engine, prompts_of
