@@ -10,6 +10,7 @@ scheduler        requests -> what one step computes; pure
 request_queue    waiting requests by priority, age and arrival; pure
 pages            pages in use, free and idle; pure
 prefix_cache     pages by the tokens before and in them; pure
+forward_attempts the forwards of a step, smaller ones where one fails
 batch            a step's plan -> flat tensors
 model            a folder -> a decoder
 layer_rules      which keys a layer's queries see

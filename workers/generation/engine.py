@@ -31,6 +31,7 @@ from penstock.workers.generation.backend import Delivered, Prompt
 from penstock.workers.generation.batch import flat_batch
 from penstock.workers.generation.chat import ChatPrompt, chat_output, chat_tokens, parser_of
 from penstock.workers.generation.config import Config
+from penstock.workers.generation.forward_attempts import Attempted, ForwardAttempts
 from penstock.workers.generation.model import Decoder, load_decoder, wrap_decoder
 from penstock.workers.generation.outputs import ChatOutput, EngineStats, FinishReason, RequestOutput
 from penstock.workers.generation.packing import pack
@@ -83,6 +84,7 @@ class Engine:
         """Those of them that have a time to end."""
         self._stepped: dict[str, GenerationRequest] = {}
         """Requests whose outputs `step` returns: those of `add_request`."""
+        self._attempts: Final = ForwardAttempts(self._forward, config.scheduler.max_num_batched_tokens)
         self._lock: Final = threading.RLock()
         self._serials: Final = count()
         self._prompt_tokens = 0
@@ -119,8 +121,8 @@ class Engine:
     ) -> list[RequestOutput]:
         """The whole texts, in the order of the prompts.
 
-        Raises InvalidInput before anything is computed. A request whose logits are not finite ends with the finish
-        reason `error`; the others go on.
+        Raises InvalidInput before anything is computed, and, when all have ended, what the model raised for one of the
+        prompts. A request whose logits are not finite ends with the finish reason `error`; the others go on.
         """
         params = _params(sampling_params)
         made = [self._request(None, prompt, params, is_streamed=False) for prompt in _prompts(prompts)]
@@ -130,6 +132,9 @@ class Engine:
                 self._advance()
         finally:
             self._drop(requests)
+        for request in requests:
+            if request.failure is not None:
+                raise request.failure
         return [output(request) for request in requests]
 
     def stream(
@@ -255,7 +260,7 @@ class Engine:
     # One step
 
     def _advance(self) -> None:
-        """ends by time -> plan -> forward -> sample -> record -> ends."""
+        """ends by time -> plan -> forwards, with samples -> record -> ends."""
         with self._lock:
             self._end_late()
             plan = self.scheduler.plan(self._guesses())
@@ -263,19 +268,38 @@ class Engine:
                 self._pools.clear(dirty)
             if not plan.chunks:
                 return
-            batch = flat_batch(plan.chunks, self.pages.page_size)
-            logits, _ = self.decoder.forward(batch, self._pools)
-            found = sampled_tokens(logits, batch.sampling, self._requests)
-            tokens = {name: [one.token for one in each if one.token is not None] for name, each in found.items()}
-            self._count(plan.chunks)
-            self.scheduler.record(
-                plan,
-                {name: each[-1] for name, each in tokens.items() if each},
-                {name: each[:-1] for name, each in tokens.items()},
-            )
-            for chunk in batch.sampling:
-                if chunk.sequence.request_id in found:
-                    self._settle(self._requests[chunk.sequence.request_id], chunk, found[chunk.sequence.request_id])
+            try:
+                attempted = self._attempts.run(plan.chunks)
+            except BaseException:
+                self.scheduler.disturb(plan.chunks)
+                raise
+            self._record(attempted)
+            for chunk, error in attempted.failed:
+                self.scheduler.disturb([chunk])
+                self._fail(chunk, error)
+
+    def _forward(self, chunks: Sequence[Chunk]) -> dict[str, list[Sampled]]:
+        batch = flat_batch(chunks, self.pages.page_size)
+        logits, _ = self.decoder.forward(batch, self._pools)
+        return sampled_tokens(logits, batch.sampling, self._requests)
+
+    def _record(self, attempted: Attempted) -> None:
+        found = attempted.found
+        tokens = {name: [one.token for one in each if one.token is not None] for name, each in found.items()}
+        self._count(attempted.computed)
+        self.scheduler.record(
+            attempted.computed,
+            {name: each[-1] for name, each in tokens.items() if each},
+            {name: each[:-1] for name, each in tokens.items()},
+        )
+        for chunk in attempted.computed:
+            name = chunk.sequence.request_id
+            # The texts of one request end together where one of them fails.
+            if name in found and (request := self._requests.get(name)) is not None:
+                try:
+                    self._settle(request, chunk, found[name])
+                except Exception as error:  # a tokenizer may raise anything; only this request fails
+                    self._fail(chunk, error)
 
     def _guesses(self) -> dict[str, list[int]]:
         """More rows have enough work for a forward: guesses would take its time from them."""
@@ -297,6 +321,12 @@ class Engine:
             self._drafts_accepted += len(sampled) - 1
         if request.finish_reason is not None:
             self._end(request)
+
+    def _fail(self, chunk: Chunk, error: Exception) -> None:
+        """Ends all texts of the request with this error."""
+        if (request := self._requests.get(chunk.sequence.request_id)) is not None:
+            request.first.failure = error
+            self._finish(request.first, "error")
 
     def _end_late(self) -> None:
         late = [each for each in self._timed.values() if (each.deadline_s or 0) <= self._clock()]
@@ -409,8 +439,10 @@ class Engine:
         try:
             while not is_finished(request):
                 self._advance()
-                if has_news(request):
+                if has_news(request) and request.failure is None:
                     yield output(request)
+            if request.failure is not None:
+                raise request.failure
             if has_news(request):
                 yield output(request)
         finally:

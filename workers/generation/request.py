@@ -58,6 +58,8 @@ class GenerationRequest:
     """The first text, for its siblings."""
     deadline_s: float | None = None
     finish_reason: FinishReason | None = None
+    failure: Exception | None = None
+    """What the model or its tokenizer raised for one of the texts: the first text has it."""
     stop_reason: int | str | None = None
     logprobs: list[dict[int, float]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float] | None] = field(default_factory=list)

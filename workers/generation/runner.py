@@ -6,8 +6,9 @@
 A job's own thread sleeps until its request has ended. Waking each of them for each output would take the lock of
 Python from the engine hundreds of times a second.
 
-Texts are decoded and handed over in intervals: the first token of each at once, later ones of all together. An
-exception of a step fails the requests of that moment, and no later one.
+Texts are decoded and handed over in intervals: the first token of each at once, later ones of all together. What the
+model raises for one request ends that one. Any other exception of a step ends the requests of that moment, and no later
+one.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ logger = logging.getLogger("penstock.runtime")
 
 _DELIVER_S: Final = 0.06
 """Between two outputs of one request. The eye reads no faster, and each output costs as much as a small step."""
+_MOST_UNDELIVERED: Final = 2
+"""Outputs have the whole text so far: a broker that is away must not make them pile up."""
 _JOIN_S: Final = 10.0
 _MOST_TIMES: Final = 4096
 """That wait to be reported."""
@@ -212,7 +215,8 @@ class EngineRunner:
 
     def _deliver(self) -> None:
         now = self._clock()
-        if is_due := now >= self._deliver_at:
+        # While the delivery thread waits for the broker, what is new comes together.
+        if is_due := now >= self._deliver_at and self._deliveries.qsize() < _MOST_UNDELIVERED:
             self._deliver_at = now + _DELIVER_S
         outputs: list[tuple[Ticket, RequestOutput]] = []
         for ticket in [*self._tickets.values()]:
@@ -220,6 +224,9 @@ class EngineRunner:
             if request is None or not has_news(request):
                 continue
             has_ended = is_finished(request)
+            if request.failure is not None:
+                self._fail(ticket, request.failure)
+                continue
             if is_due or has_ended or not ticket.handed_at:
                 self._time(ticket, request.num_generated, now)
                 try:
