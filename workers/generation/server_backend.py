@@ -156,7 +156,7 @@ class ServerAnswer:
         text, sink = self._text, self._text.wish.sink
         if sink is None:
             return None
-        self._check_known()
+        self._check_known(is_whole=False)
         if not text.has_news:
             return None
         self._begin()
@@ -170,17 +170,20 @@ class ServerAnswer:
             raise ModelError("The text server ended its answer without a finish_reason. Expected one for each text")
         if text.usage is None and not is_late:
             raise ModelError("The text server sent no usage. Expected one that obeys stream_options.include_usage")
-        self._check_known()
-        output = text.output(is_last=True, ends="timeout" if is_late else None)
+        if is_late:
+            text.catch_up()
+        self._check_known(is_whole=True)
         if text.wish.sink is not None:
             self._begin()
+        output = text.output(is_last=True, ends="timeout" if is_late else None)
+        if text.wish.sink is not None:
             text.wish.sink(output)
         return output
 
-    def _check_known(self) -> None:
+    def _check_known(self, *, is_whole: bool) -> None:
         """What was delivered must begin the text. That of another run is given up; that of this run cannot be."""
         text = self._text
-        if text.agrees:
+        if text.agrees(is_whole=is_whole):
             return
         if self._has_sent:
             raise ModelError("The text server was away, and then wrote another text. Expected the same for equal seeds")

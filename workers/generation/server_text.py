@@ -75,11 +75,15 @@ class ServerText:
         """Whether every text has its end."""
         return all(choice.reason is not None for choice in self._choices)
 
-    @property
-    def agrees(self) -> bool:
-        """Whether the text is that which is known, as far as both go."""
+    def agrees(self, *, is_whole: bool) -> bool:
+        """Whether the text is that which is known: as far as both go, or all of what is known."""
         text = self._choices[0].text
-        return text.startswith(self.known) or self.known.startswith(text)
+        return text.startswith(self.known) or (not is_whole and self.known.startswith(text))
+
+    def catch_up(self) -> None:
+        """No more of the text comes: what is known of it is not taken back."""
+        if self.known.startswith(self._choices[0].text):
+            self._choices[0].text = self.known
 
     @property
     def has_news(self) -> bool:

@@ -194,7 +194,8 @@ def test_server_that_writes_another_text_after_a_break_is_no_stream():
 
 
 @pytest.mark.parametrize(
-    ("delivered", "resumes", "rest"), [("hel", [0], "lo"), ("hello", [0], ""), ("hex", [], "hello")]
+    ("delivered", "resumes", "rest"),
+    [("hel", [0], "lo"), ("hello", [0], ""), ("hex", [], "hello"), ("hello!", [], "hello")],
 )
 def test_text_of_another_run_is_continued_where_it_is_the_same(delivered: str, resumes: list[int], rest: str):
     """Else the stream begins anew."""
@@ -241,7 +242,9 @@ def test_time_of_a_job_ends_its_text_as_it_is():
         found = read(backend, params=SamplingParams(timeout_s=0.1))
     assert (found.outputs[0].text, found.outputs[0].finish_reason) == ("a", "timeout")
     with serving(Reply(status=503)) as (_, backend):
-        assert read(backend, params=SamplingParams(timeout_s=0.1)).outputs[0].finish_reason == "timeout"
+        wish = {"delivered": Delivered((), "hel"), "params": SamplingParams(timeout_s=0.1)}
+        found = read(backend, **wish).outputs[0]
+    assert (found.text, found.finish_reason) == ("hel", "timeout")
 
 
 def test_stopped_backend_waits_for_no_server():
