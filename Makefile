@@ -9,13 +9,16 @@ override ASK := $(value ASK)
 export ASK
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-safety check test test-quick test-all lint bench bench-gpu chaos soak test-celery56 docs docs-serve clean
+.PHONY: help demo demo-generate demo-safety check test test-quick test-all lint bench bench-gpu chaos soak test-celery56 docs docs-serve clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo ## embed your standard library's docstrings and search them; ASK="your question" adds one
 	@$(BIN)/penstock demo $(if $(ASK),--ask "$$ASK")
+
+demo-generate: $(VENV)/.demo-generate ## write eight texts at once, by a model that the first run makes; ASK="def parse_date(" begins one
+	@$(BIN)/penstock demo --generate $(if $(ASK),--ask "$$ASK")
 
 # Its pictures, its report and its figures.
 SAFETY_OUTPUT ?= build/demo-safety
@@ -86,6 +89,11 @@ $(VENV)/.demo: $(BIN)/python $(REQUIREMENTS)
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo]'
 	@touch $@
 
+$(VENV)/.demo-generate: $(BIN)/python $(REQUIREMENTS)
+	@echo 'Installing into $(VENV); the first time takes some minutes'
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[generate,worker]'
+	@touch $@
+
 $(VENV)/.demo-safety: $(BIN)/python $(REQUIREMENTS)
 	@echo 'Installing into $(VENV); the first time takes some minutes'
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo-safety]'
@@ -94,12 +102,12 @@ $(VENV)/.demo-safety: $(BIN)/python $(REQUIREMENTS)
 $(VENV)/.dev: $(BIN)/python $(REQUIREMENTS)
 	@echo 'Installing into $(VENV); the first time takes some minutes'
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo,dev]'
-	@touch $@ $(VENV)/.demo
+	@touch $@ $(VENV)/.demo $(VENV)/.demo-generate
 
 $(VENV)/.bench: $(BIN)/python $(REQUIREMENTS)
 	@echo 'Installing into $(VENV); the first time takes some minutes'
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench,demo,dev]'
-	@touch $@ $(VENV)/.dev $(VENV)/.demo
+	@touch $@ $(VENV)/.dev $(VENV)/.demo $(VENV)/.demo-generate
 
 $(VENV)/.docs: $(BIN)/python $(REQUIREMENTS)
 	@echo 'Installing into $(VENV)'

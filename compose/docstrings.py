@@ -1,4 +1,7 @@
-"""Text for the demo and for benchmarks: the docstrings of the user's own Python standard library.
+"""Text for the demos and for benchmarks: the docstrings of the user's own Python standard library.
+
+    sources -> collect    the first sentences of each, to embed
+            -> documents  the first paragraphs, below the line that they document, to learn from
 
 Python files are parsed, never imported. Functions written in C have no source: for a few modules that are safe to
 import, the docstrings are read from the objects.
@@ -11,12 +14,13 @@ import importlib
 import inspect
 import re
 import sysconfig
+import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
-__all__ = ["Passage", "collect"]
+__all__ = ["Passage", "collect", "documents"]
 
 _SKIPPED: Final = frozenset(
     {
@@ -39,6 +43,10 @@ _C_MODULES: Final = (
 _MIN_CHARACTERS: Final = 30
 _MAX_CHARACTERS: Final = 140
 """One or two sentences: questions ask for the subject of a docstring's first lines."""
+_Documented: TypeAlias = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+_BELOW_A_LINE: Final = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_MAX_DOCUMENT: Final = 500
+"""Characters: what comes later is details and tables."""
 _SIGNATURE_LINE: Final = re.compile(r"[\w.]+\(.*\)(\s*->.*)?")
 _ARROW: Final = re.compile(r"[^.]*?->\s*")
 
@@ -92,12 +100,53 @@ def _cut(text: str) -> str:
     return text[: end + 1] if end > 0 else text[:_MAX_CHARACTERS].rpartition(" ")[0] + " ..."
 
 
+def documents() -> list[str]:
+    """The beginning of each docstring below its `def` or `class`, as source code; the same ones on every run.
+
+    Whole paragraphs, without examples. Private names are in it, too. A text that occurs twice is there once.
+    """
+    by_text: dict[str, str] = {}
+    for _, tree in _trees(with_private=True):
+        for node in ast.walk(tree):
+            if isinstance(node, _BELOW_A_LINE) and (text := _paragraphs(ast.get_docstring(node))):
+                by_text.setdefault(text, _below_its_line(node, text))
+    return list(by_text.values())
+
+
+def _paragraphs(docstring: str | None) -> str:
+    """The first paragraphs, as many as are not too long; empty for a docstring that begins with an example."""
+    kept = ""
+    for paragraph in (docstring or "").split("\n\n"):
+        if ">>>" in paragraph or (kept and len(kept) + len(paragraph) > _MAX_DOCUMENT):
+            break
+        kept = f"{kept}\n\n{paragraph}".strip()
+    return kept
+
+
+def _below_its_line(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, text: str) -> str:
+    if isinstance(node, ast.ClassDef):
+        bases = ", ".join(map(ast.unparse, node.bases))
+        line = f"class {node.name}({bases}):" if bases else f"class {node.name}:"
+    else:
+        line = f"def {node.name}({ast.unparse(node.args)}):"
+    close = "\n" if "\n" in text else ""
+    return line + "\n" + textwrap.indent(f'"""{text}{close}"""', "    ") + "\n"
+
+
 def _from_sources() -> Iterator[Passage]:
+    for name, tree in _trees():
+        yield from _from_tree(tree, name)
+
+
+def _trees(*, with_private: bool = False) -> Iterator[tuple[str, ast.Module]]:
+    """The modules of the standard library by their dotted names."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
         names = parts[:-1] if parts[-1] == "__init__" else parts
-        if not _SKIPPED.isdisjoint(parts) or any(name.startswith("_") for name in names) or not names:
+        if not _SKIPPED.isdisjoint(parts) or not names:
+            continue
+        if any(name.startswith("_") for name in names) and not with_private:
             continue
         try:
             with warnings.catch_warnings(action="ignore"):
@@ -105,12 +154,10 @@ def _from_sources() -> Iterator[Passage]:
         except (OSError, SyntaxError, ValueError):
             # A few files of the standard library are invalid on purpose.
             continue
-        yield from _from_tree(tree, ".".join(names))
+        yield ".".join(names), tree
 
 
-def _from_tree(
-    node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, name: str
-) -> Iterator[Passage]:
+def _from_tree(node: _Documented, name: str) -> Iterator[Passage]:
     if text := _beginning(ast.get_docstring(node, clean=False)):
         yield Passage(name, text)
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -274,6 +274,15 @@ class JobState(msgspec.Struct, eq=False, weakref=True):
             return outputs
         return self.opened().outputs()
 
+    def answer(self) -> tuple[dict[str, Array], str]:
+        """The outputs, and the version that answered. Raises as `outputs` does."""
+        outputs, record = self.outputs(), self.record
+        if self.outcome is None and record is not None:
+            version = self.policy.matcher.version_of(record.result)
+            if version is not None:
+                return outputs, version
+        return outputs, self.opened().header.version
+
     def arm(self, quality: float) -> ResultHeader | None:
         """The header of the result that this quality rates; None: no experiment divided the job.
 

@@ -174,6 +174,8 @@ class JobHeader(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Id of the signing key; empty: unsigned."""
     is_sealed: bool = False
     """Whether the body is encrypted."""
+    account: str = ""
+    """The id of the API key that pays for the tokens of a text; empty: none, and for other models."""
 
     @property
     def context(self) -> RequestContext:

@@ -14,16 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from penstock.registry.chat_messages import checked_messages, checked_tools
 from penstock.registry.errors import InvalidInput, described, shown
-from penstock.registry.package.generation import MESSAGES, PROMPT, SAMPLING, TOKEN_IDS, TOOLS
+from penstock.registry.package.generation import MESSAGES, MOST_TOKENS, PROMPT, SAMPLING, TOKEN_IDS, TOOLS
 from penstock.registry.package.text_server import check_obeyed
 from penstock.registry.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from penstock.registry.package import ModelSpec
 
-__all__ = ["as_inputs", "checked", "read_chat", "read_params", "with_options"]
+__all__ = ["as_inputs", "checked", "read_chat", "read_params", "with_limit", "with_options"]
 
 _PROMPTS: Final = (PROMPT, TOKEN_IDS, MESSAGES)
 _MOST_JSON: Final = 1 << 20
@@ -70,9 +72,8 @@ def checked(spec: ModelSpec, inputs: Mapping[str, object]) -> dict[str, object]:
         raise InvalidInput(f"Found {TOOLS} beside {prompts[0]}. Expected {TOOLS} beside {MESSAGES}")
     if isinstance(prompt := given.get(PROMPT), str):
         given[PROMPT] = [prompt]
-    tokens = given.get(TOKEN_IDS)
-    if isinstance(tokens, Sequence) and tokens and isinstance(tokens[0], int):
-        given[TOKEN_IDS] = [tokens]
+    if TOKEN_IDS in given:
+        given[TOKEN_IDS] = _token_rows(given[TOKEN_IDS])
     for name, check in ((MESSAGES, checked_messages), (TOOLS, checked_tools)):
         if name in given:
             given[name] = [_checked_json(name, given[name], check)]
@@ -83,6 +84,14 @@ def checked(spec: ModelSpec, inputs: Mapping[str, object]) -> dict[str, object]:
         given[SAMPLING] = [sampling]
     _check_fits(spec, given)
     return given
+
+
+def with_limit(spec: ModelSpec, most_tokens: int) -> ModelSpec:
+    """The spec of a model that has room for so many tokens of a prompt and its text, where that is the lower limit."""
+    generate = spec.generate
+    if generate is None or (generate.max_model_len or MOST_TOKENS) <= most_tokens:
+        return spec
+    return spec.model_copy(update={"generate": generate.model_copy(update={"max_model_len": most_tokens})})
 
 
 def read_chat(inputs: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]] | None:
@@ -139,13 +148,31 @@ def _check_fits(spec: ModelSpec, inputs: Mapping[str, Any]) -> None:
     limit = spec.generate.max_model_len if spec.generate is not None else None
     if limit is None:
         return
-    tokens = inputs.get(TOKEN_IDS)
-    number = len(tokens[0]) if isinstance(tokens, Sequence) and tokens and isinstance(tokens[0], Sequence) else 1
+    # A text, and a chat, have one token at least.
+    number = max(1, _num_tokens(inputs[TOKEN_IDS])) if TOKEN_IDS in inputs else 1
     if number + most > limit:
         raise InvalidInput(
             f"Found a prompt of at least {number} tokens and max_tokens {most}. Expected at most {limit} together "
-            "(max_model_len)"
+            "(max_model_len, or the pages of kv_cache_mb)"
         )
+
+
+def _token_rows(tokens: Any) -> Any:
+    """One row of tokens where they were given without it. What is no row is left to the signature."""
+    if isinstance(tokens, np.ndarray):
+        return tokens[None] if tokens.ndim == 1 else tokens
+    is_row = isinstance(tokens, Sequence) and len(tokens) > 0 and isinstance(tokens[0], int | np.integer)
+    return [tokens] if is_row else tokens
+
+
+def _num_tokens(rows: Any) -> int:
+    """Tokens of the prompt, of lists and of arrays of any library; 0 for what has no such form."""
+    if isinstance(shape := getattr(rows, "shape", None), tuple):
+        return int(shape[-1]) if shape else 0
+    if isinstance(rows, Sequence) and not isinstance(rows, str | bytes) and len(rows) > 0:
+        row = rows[0]
+        return len(row) if isinstance(row, Sequence | np.ndarray) and not isinstance(row, str | bytes) else 0
+    return 0
 
 
 def _json(params: SamplingParams) -> str:

@@ -15,6 +15,9 @@ from typing import Final, Literal
 
 __all__ = [
     "ALERTS",
+    "API_KEY_JOBS",
+    "API_KEY_REQUESTS",
+    "API_KEY_TOKENS",
     "AUDIT_FAILURES",
     "BATCH_ROWS",
     "BATCH_SIZE",
@@ -29,6 +32,7 @@ __all__ = [
     "COMMIT",
     "COMPUTE",
     "DEAD_LETTERED",
+    "DRAFT_TOKENS",
     "DRIFT",
     "DRIFT_ALERTS",
     "EXCEPTIONS",
@@ -56,6 +60,7 @@ __all__ = [
     "OUT_OF_MEMORY",
     "PAGES",
     "PADDING",
+    "PREDICTED_WAIT",
     "PREEMPTED",
     "PREFIX_TOKENS",
     "QUARANTINED",
@@ -65,9 +70,11 @@ __all__ = [
     "READY",
     "REQUESTS",
     "RETRIED",
+    "ROWS",
     "SHADOW_COMPARED",
     "SHADOW_PAIRS",
     "SINGLE_FLIGHT",
+    "STEPS",
     "TAKEN_OVER",
     "TOKENS",
     "TRAFFIC_SHARE",
@@ -327,8 +334,29 @@ INTER_TOKEN: Final = Metric(
 TOKENS: Final = Metric(
     "penstock_tokens_total", "counter", "tokens", (*_MODEL, "kind"), "Tokens that were computed: prompt or generated"
 )
+STEPS: Final = Metric(
+    "penstock_generation_steps_total", "counter", "steps", _MODEL, "Steps of the engine that computed something"
+)
+ROWS: Final = Metric(
+    "penstock_generation_rows_total",
+    "counter",
+    "texts",
+    _MODEL,
+    "Texts in the steps of the engine, added up; over the steps, it is the mean batch",
+)
+PREDICTED_WAIT: Final = Metric(
+    "penstock_generation_predicted_wait_seconds",
+    "gauge",
+    "seconds",
+    _MODEL,
+    "Until a text that comes now has a seat, by what is ahead of it and the measured time of a step",
+)
 PAGES: Final = Metric(
-    "penstock_pages", "gauge", "pages", (*_MODEL, "kind"), "Pages of keys and values: used, cached, or all of them"
+    "penstock_pages",
+    "gauge",
+    "pages",
+    (*_MODEL, "kind"),
+    "Pages of keys and values: used, the most that were used in a step (peak), cached, or all of them",
 )
 PREFIX_TOKENS: Final = Metric(
     "penstock_prefix_tokens_total",
@@ -336,6 +364,14 @@ PREFIX_TOKENS: Final = Metric(
     "tokens",
     (*_MODEL, "kind"),
     "Tokens of prompts that were looked up in the prefix cache: queried or found",
+)
+
+DRAFT_TOKENS: Final = Metric(
+    "penstock_draft_tokens_total",
+    "counter",
+    "tokens",
+    (*_MODEL, "kind"),
+    "Tokens that were guessed: drafted, and of those accepted, which are part of the text",
 )
 
 METRICS: Final = (
@@ -346,7 +382,8 @@ METRICS: Final = (
     *(CANARY, DRIFT, DRIFT_ALERTS, TRANSITIONS, ALERTS),
     *(CACHE_HITS, CACHE_MISSES, CACHE_ENTRIES, CACHE_BYTES, CACHE_EVICTED, CACHE_FAULTS),
     *(SHADOW_PAIRS, SHADOW_COMPARED),
-    *(GENERATING, PREEMPTED, FIRST_TOKEN, INTER_TOKEN, TOKENS, PAGES, PREFIX_TOKENS),
+    *(GENERATING, PREEMPTED, PREDICTED_WAIT, FIRST_TOKEN, INTER_TOKEN, TOKENS, DRAFT_TOKENS, STEPS, ROWS),
+    *(PAGES, PREFIX_TOKENS),
     *(WEBHOOKS, WEBHOOKS_WAITING, WEBHOOKS_DEAD, WEBHOOKS_AGE),
 )
 """The whole table, in the order of display."""
@@ -376,6 +413,30 @@ HTTP_WAITING: Final = Metric(
     "penstock_http_waiting", "gauge", "requests", (), "Requests that wait for the end of a job"
 )
 HTTP_STREAMS: Final = Metric("penstock_http_streams", "gauge", "", (), "Open event streams and WebSockets")
+API_KEY_REQUESTS: Final = Metric(
+    "penstock_api_key_requests_total",
+    "counter",
+    "requests",
+    ("key", "outcome"),
+    "Requests by the id of their API key: admitted, limited or denied; keys beyond the first 1,000 are `other`",
+)
+API_KEY_JOBS: Final = Metric(
+    "penstock_api_key_jobs_total",
+    "counter",
+    "jobs",
+    ("key",),
+    "Accepted jobs by the id of the API key that pays, as the broker has counted them for all gateways",
+)
+API_KEY_TOKENS: Final = Metric(
+    "penstock_api_key_tokens_total",
+    "counter",
+    "tokens",
+    ("key", "kind"),
+    "Tokens of whole texts by the id of the API key that pays, as the broker has counted them: prompt or generated",
+)
 
-GATEWAY_METRICS: Final = (HTTP_REQUESTS, HTTP_SECONDS, HTTP_WAITING, HTTP_STREAMS, GRPC_CALLS, GRPC_SECONDS)
+GATEWAY_METRICS: Final = (
+    *(HTTP_REQUESTS, HTTP_SECONDS, HTTP_WAITING, HTTP_STREAMS, GRPC_CALLS, GRPC_SECONDS),
+    *(API_KEY_REQUESTS, API_KEY_JOBS, API_KEY_TOKENS),
+)
 """The metrics of the gateway, which are of no model."""

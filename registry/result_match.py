@@ -35,9 +35,10 @@ _TIMES_KEY: Final = b"\xa7timings\x93"
 
 
 class _Known(NamedTuple):
-    """A header, but for id and times: its tenant, its signing key, and the only output."""
+    """A header, but for id and times: its tenant, its version, its signing key, and the only output."""
 
     tenant: str
+    version: str
     key: str
     name: str
     dtype: np.dtype[Any]
@@ -102,6 +103,13 @@ class ResultMatcher:
             return None
         return {known.name: np.ndarray(known.shape, known.dtype, plain)}
 
+    def version_of(self, sealed: bytes) -> str | None:
+        """The version in a result that `outputs` has verified; None: its header is not known."""
+        stop = FIXED_BYTES + int.from_bytes(sealed[4:FIXED_BYTES], "little")
+        layout = self._layouts.get(stop)
+        known = None if layout is None else layout.headers.get(layout.rest(sealed, stop))
+        return None if known is None else known.version
+
     def learn(self, header: ResultHeader, sealed: bytes) -> None:
         """Takes a result that was opened the plain way, with good outputs: later ones are compared with its header."""
         stop = FIXED_BYTES + int.from_bytes(sealed[4:FIXED_BYTES], "little")
@@ -128,6 +136,7 @@ class ResultMatcher:
             layout.headers.clear()
         known = _Known(
             header.context.tenant,
+            header.version,
             header.key,
             tensor.name,
             DTYPES[tensor.dtype],

@@ -74,7 +74,8 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     """Only these tokens are generated; a text ends by itself only where its end is among them."""
     timeout_s: float | None = None
-    """Seconds after which the text ends as it is."""
+    """Seconds after which the text ends as it is. They count from its first start, also where another worker continues
+    it."""
     json_schema: Mapping[str, Any] | str | None = None
     """The text is JSON of this schema: a mapping, or its JSON."""
     regex: str | None = None

@@ -358,6 +358,7 @@ class ServerConfig(Section):
     model_control: bool = Field(
         default=False, description="Let clients of the gateway load and unload versions, where operators do not sign"
     )
+    metrics: bool = Field(default=True, description="Serve the page /metrics; off: 404")
     websocket_idle_s: float = Field(
         default=60.0, gt=0, description="Longest time without a message and without an open request on a WebSocket"
     )

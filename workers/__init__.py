@@ -20,7 +20,7 @@ batching/      pending jobs -> micro-batches, pure
 cache/         equal jobs: shared forwards and cached answers
 versions/      the versions of models: which are loaded, which is active
 runtime/  compilation/  frameworks/  levels/    models, and faster variants of them
-generation/     text generation, without the queue so far
+generation/     text generation: an engine, and the runtime that gives it jobs
 celery_bridge/  process/  observe/              Celery, the process, metrics
 """
 

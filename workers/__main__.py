@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from penstock.workers.process import garbage
+from penstock.registry import garbage
 from penstock.workers.process.exit_status import exit_with
 
 __all__ = ["main"]

@@ -327,9 +327,10 @@ class _Assembly:
 
     def _open_stream(self) -> OpenStream:
         def open_stream(job: ClaimedJob, touch: Callable[[], None]) -> EventStream:
-            return EventStream(job, touch, self.events, keyring, max_bytes, self.broker.job_events)
+            return EventStream(job, touch, self.events, keyring, max_bytes, self.broker.job_events, clock)
 
         keyring, max_bytes = self.identity.keyring, self.settings.inference.queue.max_event_bytes
+        clock = self.options.clock
         return open_stream
 
     def _completer(self) -> Completer:

@@ -9,7 +9,8 @@ import msgspec
 from penstock.registry.broker.base import Commit, State
 from penstock.registry.envelope import Failure, Keyring, ResultHeader, Timings, seal
 from penstock.registry.errors import InvalidInput
-from penstock.registry.tensors import MAX_RESULT_BYTES, Tensor, encode, encoded_size
+from penstock.registry.package.generation import USAGE
+from penstock.registry.tensors import MAX_RESULT_BYTES, Tensor, decode, encode, encoded_size
 from penstock.workers.batch_run import BatchRun, Outputs
 from penstock.workers.job import ClaimedJob
 from penstock.workers.versions.version import ServedVersion
@@ -114,6 +115,8 @@ def commit_of(
     The outcome is the given one with its outputs encoded. Outputs that cannot be encoded become a failure.
     client_tracebacks: whether the result has the traceback of a failure; the outcome always has it.
     """
+    # Before they are encoded: a job may ask for other outputs.
+    tokens = _tokens_of(outcome)
     outcome = _encoded(outcome)
     job, answer, run = outcome.job, outcome.answer, outcome.run
     header, delivery = job.header, job.delivery
@@ -143,8 +146,22 @@ def commit_of(
         header.tenant,
         header.reply,
         header.idempotency_digest,
+        *tokens,
     )
     return outcome, commit
+
+
+def _tokens_of(outcome: JobOutcome) -> tuple[str, int, int]:
+    """(account, tokens of the prompt, generated tokens) of a text that an API key pays for."""
+    account, answer = outcome.job.header.account, outcome.answer
+    if not account or isinstance(answer, Failure):
+        return "", 0, 0
+    outputs = decode(answer.content, answer.body) if isinstance(answer, EncodedOutputs) else answer
+    usage = outputs.get(USAGE)
+    if usage is None:
+        # A stored answer to a job that asked for other outputs.
+        return "", 0, 0
+    return account, int(usage[0]), int(usage[1])
 
 
 def result_header(

@@ -115,5 +115,6 @@ class SharedHeaders:
             mac,
             self._keyring.body_keys if header.is_sealed else None,
             job_id_pattern(header.model),
-            not (header.version or options.outputs or options.lane or options.endpoint) and job.route == "queue",
+            not (header.version or header.account or options.outputs or options.lane or options.endpoint)
+            and job.route == "queue",
         )

@@ -10,19 +10,20 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from penstock.registry.broker.base import Broker
+from penstock.registry.broker.base import Broker, Depth
 from penstock.registry.broker.limits import OBSERVATIONS_TTL_MS
 from penstock.registry.envelope import Keyring
 from penstock.registry.key_reports import key_report
 from penstock.registry.overdue import OverdueJobs
 from penstock.registry.queues import slot_in
 from penstock.workers.cache import AnswerCache
+from penstock.workers.generation.predicted_wait import predicted_wait_s, queue_share
 from penstock.workers.leases import LeasedJobs
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.shadow.mirror import Mirror
@@ -117,14 +118,14 @@ class StatusReporter:
         self._mirror.follow(names, self._broker.now_ms())
         for name in self.paused:
             self._overdue.end_some(name, self._broker.now_ms())
-        for name in names:
-            for depth in self._broker.depths(name):
+        depths = {name: self._broker.depths(name) for name in names}
+        for name, each in depths.items():
+            for depth in each:
                 self._metrics.queue(name, depth.priority.label, depth.jobs, depth.oldest_waiting_s)
         for version in tuple(self._lifecycle.table.turns):
             if version.spec.instances > 1 and not version.shares_model:
                 self._metrics.instances_lost(version.name, version.label, version.instances_lost)
-            if (figures := version.generation_figures()) is not None:
-                self._metrics.generation(version.name, version.label, figures)
+        engines = self._engines(depths)
         memory = self._answers.memory
         memory.expire()
         self._metrics.cache_size(memory.name, len(memory), memory.nbytes, memory.evicted)
@@ -133,7 +134,8 @@ class StatusReporter:
             faults = {"error": stats.errors, "skipped": stats.skipped, "refused": stats.refused}
             self._metrics.cache_faults(tier, faults)
         self._metrics.cache_faults("", self._answers.faults())
-        if not self._broker.report(self._identity.name, self._encoded(names, is_ready=is_ready), _REPORT_TTL_MS):
+        encoded = self._encoded(names, engines, is_ready=is_ready)
+        if not self._broker.report(self._identity.name, encoded, _REPORT_TTL_MS):
             self._must_replace = True
         if self._must_replace or self._reports % _RENEW_EVERY == 0:
             self._renew(names)
@@ -169,7 +171,23 @@ class StatusReporter:
             self.paused = paused
             self._on_change()
 
-    def _encoded(self, names: list[str], *, is_ready: bool) -> bytes:
+    def _engines(self, depths: Mapping[str, Sequence[Depth]]) -> list[dict[str, Any]]:
+        """The figures of the engines that generate text, with the predicted wait; they are metrics, too."""
+        engines = []
+        for version in tuple(self._lifecycle.table.turns):
+            if (figures := version.generation_figures()) is None:
+                continue
+            queues = depths.get(version.name, ())
+            running = sum(depth.running for depth in queues)
+            queued = sum(depth.jobs for depth in queues) - running
+            share = queue_share(queued, figures.running + figures.waiting, running, figures.seats)
+            wait_s = predicted_wait_s(figures.seat_s, figures.text_s, figures.seats, share)
+            self._metrics.generation(version.name, version.label, figures, wait_s)
+            own = {"model": version.name, "version": version.label, "predicted_wait_s": wait_s}
+            engines.append({**own, **figures.as_report()})
+        return engines
+
+    def _encoded(self, names: list[str], engines: list[dict[str, Any]], *, is_ready: bool) -> bytes:
         models = self._lifecycle.models
         report = {
             "name": self._identity.name,
@@ -188,5 +206,6 @@ class StatusReporter:
             "load": self._metrics.totals(),
             "cache": self._answers.as_data(),
             "levels": self._tuner.report(),
+            "engines": engines,
         }
         return msgspec.json.encode(report)

@@ -50,6 +50,7 @@ from typing import Any, Final, NamedTuple, Self
 
 import redis
 
+from penstock.registry import garbage
 from penstock.registry.admission import JobBuilder, SpecCache, limits_of
 from penstock.registry.broker.base import Broker
 from penstock.registry.broker.breakers import BreakerEnd
@@ -97,7 +98,7 @@ from penstock.workers.levels.decision_log import DecisionLog
 from penstock.workers.levels.optimizer import InferenceOptimizer
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.observe.probe import Probe
-from penstock.workers.process import garbage, heartbeat
+from penstock.workers.process import heartbeat
 from penstock.workers.process.audit_thread import AuditThread
 from penstock.workers.process.crash_journal import FileJournal, Journal, journal_path, report_crashes
 from penstock.workers.process.descriptors import OwnDescriptor, StandardStreams, first_lost

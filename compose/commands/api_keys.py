@@ -144,9 +144,10 @@ def revoke(environ: Mapping[str, str], key_id: str, as_json: bool) -> None:
 @as_json_option
 @click.pass_obj
 def usage(environ: Mapping[str, str], key_id: str | None, as_json: bool) -> None:
-    """Print how many jobs each API key has submitted, by month of UTC and model. A job counts once.
+    """Print the jobs that each API key has submitted, and the tokens of its texts, by month of UTC and model.
 
-    A repeated request with the same Idempotency-Key, or one that the shared cache answers, adds no job.
+    A job counts once, and so do its tokens, when the text is whole. A repeated request with the same Idempotency-Key,
+    or one that the shared cache answers, adds no job.
 
     \b
     penstock keys usage
@@ -158,9 +159,9 @@ def usage(environ: Mapping[str, str], key_id: str | None, as_json: bool) -> None
     labels = {key.id: key.label for key in SqlApiKeys(settings.registry_url).since(0)}
     with open_broker(settings) as broker:
         lines = [
-            {"id": account, "label": labels.get(account, ""), "month": month, "model": model, "jobs": jobs}
+            {"id": account, "label": labels.get(account, ""), "month": month, "model": model, **used._asdict()}
             for model in broker.models()
-            for (account, month), jobs in broker.usage(model).items()
+            for (account, month), used in broker.usage(model).items()
             if key_id in (None, account)
         ]
     lines.sort(key=lambda line: (line["month"], line["id"], line["model"]))
@@ -239,9 +240,8 @@ def _table(shown: list[dict[str, Any]]) -> Table:
 def _usage_table(lines: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
-    table = Table("month", "id", "label", "model", "jobs", box=None)
+    table = Table("month", "id", "label", "model", "jobs", "prompt tokens", "generated tokens", box=None)
     for line in lines:
-        table.add_row(
-            line["month"], printable(line["id"]), printable(line["label"]), line["model"], f"{line['jobs']:,}"
-        )
+        counts = (f"{line[name]:,}" for name in ("jobs", "prompt_tokens", "generated_tokens"))
+        table.add_row(line["month"], printable(line["id"]), printable(line["label"]), line["model"], *counts)
     return table

@@ -162,9 +162,15 @@ def bench(environ: Mapping[str, str], model: str | None, count: int | None, in_f
 
 
 @click.command()
-@click.option("--ask", multiple=True, metavar="TEXT", help="A question of your own; may be repeated.")
+@click.option(
+    "--ask",
+    multiple=True,
+    metavar="TEXT",
+    help="A question of your own, with --generate the beginning of a text; may be repeated.",
+)
 @click.option("--count", type=click.IntRange(10), default=3_000, show_default=True, help="Docstrings to embed.")
 @click.option("--stay", is_flag=True, help="Keep the stack running until Ctrl-C, for example to see Flower.")
+@click.option("--generate", is_flag=True, help="Write texts instead; the first run makes their model in two minutes.")
 @click.option("--safety", is_flag=True, help="Refuse, promote and break candidates instead; takes some minutes.")
 @click.option(
     "--output",
@@ -180,6 +186,7 @@ def demo(
     ask: tuple[str, ...],
     count: int,
     stay: bool,
+    generate: bool,
     safety: bool,
     output: Path,
     as_json: bool,
@@ -187,29 +194,34 @@ def demo(
     """Embed the docstrings of your Python's standard library and search them by meaning.
 
     It starts a private stack (Redis, a worker, Flower), needs no network, and deletes everything at the end. With
-    --safety it shows a canary, the gate and a circuit breaker on real candidates, and keeps its report.
+    --generate a small model, trained once on those docstrings and kept in PENSTOCK_HOME, writes eight texts at once.
+    With --safety it shows a canary, the gate and a circuit breaker on real candidates, and keeps its report.
 
     \b
     penstock demo
     penstock demo --ask "how do I read a zip file?"
+    penstock demo --generate --ask "def read_json("
     penstock demo --safety
     """
+    if generate and safety:
+        raise click.UsageError("Found --generate and --safety, expected one of them")
     screen = console(quiet=as_json)
-    if safety:
-        from penstock.compose.safety_demo.show import show_safety
-
-        with terminable():
-            facts = show_safety(screen, environ, output)
-        if as_json:
-            click.echo(json.dumps(facts))
-        return
-    from penstock.compose.demo import demonstrate
-
-    wait = _wait_for_interrupt if stay else lambda: None
+    wait = _wait_for_interrupt if stay else None
     with terminable():
-        demonstration = demonstrate(screen, environ, count=count, ask=ask, stay=wait)
+        if generate:
+            from penstock.compose.generate_demo.show import show_generation
+
+            facts = show_generation(screen, environ, ask=ask, stay=wait)
+        elif safety:
+            from penstock.compose.safety_demo.show import show_safety
+
+            facts = show_safety(screen, environ, output)
+        else:
+            from penstock.compose.demo import demonstrate
+
+            facts = demonstrate(screen, environ, count=count, ask=ask, stay=wait or (lambda: None)).as_json()
     if as_json:
-        click.echo(json.dumps(demonstration.as_json()))
+        click.echo(json.dumps(facts))
 
 
 def _check_broker(settings: Settings) -> None:

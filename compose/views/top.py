@@ -2,8 +2,8 @@
 
     take_snapshot --> compare(before, after) --> plain data --> screen, one line, or JSON
 
-Throughput comes from the broker's count of committed jobs. Batch sizes and the split of the latency come from the
-workers' reports; they are unknown for workers that do not report them.
+Throughput comes from the broker's count of committed jobs. Batch sizes, the split of the latency and the figures of
+engines that generate text come from the workers' reports; they are unknown for workers that do not report them.
 """
 
 from __future__ import annotations
@@ -39,11 +39,16 @@ _RETRY_S: Final = 2.0
 """After an error of the broker the screen tries again this soon, also when its interval is longer."""
 _MODELS: Final = ("model", "jobs/s", "wait", "run", "oldest", "rows", *_PARTS)
 _QUEUES: Final = ("queue", "priority", "wait", "run", "oldest")
+_ENGINES: Final = ("engine", "tokens/s", "wait", "run", "rows", "step ms", "pages", "prefix", "wait s", "worker")
 _WORKERS: Final = ("worker", "device", "state", "jobs/s", "rows", "memory", "MB", "models")
 _NAMED: Final = 3
 """At most so many models of a worker are named; `penstock workers` names all."""
 _LINES_AROUND: Final = 8
 """Lines of a screen that are no rows: the title, three headings, the legend, and blank lines."""
+_LINES_OF_ENGINES: Final = 2
+"""The same, of the table that only models of format `generate` have."""
+_COUNTS: Final = ("generated_tokens", "steps", "rows", "prefix_queried", "prefix_found")
+"""What an engine counts since it was loaded."""
 _SUMS: Final = ("jobs", "cached", "batches", "rows", *(f"{part}_s" for part in _PARTS))
 
 
@@ -88,13 +93,14 @@ def compare(before: Snapshot, after: Snapshot) -> dict[str, Any]:
     """The difference of two snapshots, ready for JSON; a figure that no worker reports is None.
 
     {"interval_s", "models": [{"model", "paused", "jobs_per_s", "waiting", "running", "oldest_waiting_s",
-    "rows_per_batch", "latency_ms": {part: mean}}], "queues": [...], "workers": [...]}
+    "rows_per_batch", "latency_ms": {part: mean}}], "queues": [...], "engines": [...], "workers": [...]}
     """
     span_s = max(after.at - before.at, 1e-9)
     return {
         "interval_s": round(span_s, 3),
         "models": [_model(model, before, after, span_s) for model in after.depths],
         "queues": [_queue(depth) for depths in after.depths.values() for depth in depths],
+        "engines": _engines(before.reports, after.reports, span_s),
         "workers": [_worker(report, before, after, span_s) for report in after.reports],
     }
 
@@ -122,6 +128,44 @@ def _queue(depth: Depth) -> dict[str, Any]:
         "waiting": depth.jobs - depth.running,
         "running": depth.running,
         "oldest_waiting_s": round(depth.oldest_waiting_s, 3),
+    }
+
+
+def _engines(
+    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], span_s: float
+) -> list[dict[str, Any]]:
+    """The engines that generate text, of all workers."""
+    earlier = {_engine_key(report, engine): engine for report in before for engine in report.get("engines", ())}
+    return [
+        _engine(report, engine, earlier.get(_engine_key(report, engine), {}), span_s)
+        for report in after
+        for engine in report.get("engines", ())
+    ]
+
+
+def _engine_key(report: Mapping[str, Any], engine: Mapping[str, Any]) -> tuple[str, int, str, str]:
+    return report["name"], report["pid"], engine["model"], engine["version"]
+
+
+def _engine(
+    report: Mapping[str, Any], engine: Mapping[str, Any], earlier: Mapping[str, Any], span_s: float
+) -> dict[str, Any]:
+    """One engine. It counts from its load on: a count that has become smaller began anew."""
+    is_new = any(engine[name] < earlier.get(name, 0) for name in _COUNTS)
+    grown = {name: engine[name] - (0 if is_new else earlier.get(name, 0)) for name in _COUNTS}
+    return {
+        "model": engine["model"],
+        "version": engine["version"],
+        "worker": report["name"],
+        "tokens_per_s": round(grown["generated_tokens"] / span_s, 1),
+        "waiting": engine["waiting"],
+        "running": engine["running"],
+        "rows_per_step": _ratio(grown, "rows", "steps", 1),
+        "step_ms": None if engine["step_s"] is None else round(engine["step_s"] * 1e3, 2),
+        "pages_used": engine["pages_used"],
+        "pages": engine["pages"],
+        "prefix_found": _ratio(grown, "prefix_found", "prefix_queried", 1),
+        "predicted_wait_s": engine["predicted_wait_s"],
     }
 
 
@@ -170,23 +214,33 @@ def line(state: Mapping[str, Any]) -> str:
         if model["rows_per_batch"] is not None:
             split = " ".join(f"{part} {_number(ms)}" for part, ms in model["latency_ms"].items())
             parts.append(f"{model['model']}: {model['rows_per_batch']:.1f} rows/batch, {split} ms")
+    for engine in state["engines"]:
+        wait_s = engine["predicted_wait_s"]
+        parts.append(
+            f"{engine['model']}: {engine['tokens_per_s']:,.0f} tokens/s, {engine['running']} run, {engine['waiting']} "
+            f"wait, pages {engine['pages_used']:,}/{engine['pages']:,}, prefix {_percent(engine['prefix_found'])}, "
+            f"predicted wait {_number(wait_s)} s"
+        )
     ready = sum(worker["ready"] for worker in state["workers"])
     return "  ".join([*parts, f"workers {ready} of {len(state['workers'])} ready"])
 
 
 def draw(state: Mapping[str, Any], lines: int | None = None) -> RenderableType:
-    """Three tables: models, queues that are not empty, workers. Models with jobs and workers that are not ready come
-    first.
+    """Tables: models, queues that are not empty, engines that generate text, if any, workers. Models with jobs, engines
+    with texts and workers that are not ready come first.
 
     lines: the height of a screen. Then each row has one line, cut off at its end; when there are too few lines for all
     rows, the last line of a table counts the rows that are left out.
     """
     models = sorted(state["models"], key=lambda model: not _has_jobs(model))
     queues = [queue for queue in state["queues"] if queue["waiting"] or queue["running"]]
+    engines = sorted(state["engines"], key=lambda engine: not engine["running"])
     workers = sorted(state["workers"], key=lambda worker: worker["ready"])
-    sizes = [len(models), len(queues), len(workers)]
-    rooms = sizes if lines is None else _rooms(sizes, lines - _LINES_AROUND)
+    sizes = [len(models), len(queues), len(workers), len(engines)]
+    around = _LINES_AROUND + (_LINES_OF_ENGINES if engines else 0)
+    rooms = sizes if lines is None else _rooms(sizes, lines - around)
     folds = lines is None
+    shown_engines = _rows(_ENGINES, engines, rooms[3], _engine_row, folds=folds)
     legend = "rows: mean of a batch; queue, batch, compute, commit: mean ms; -: no worker reports it"
     return Group(
         _rows(_MODELS, models, rooms[0], _model_row, folds=folds) or Text("No model is registered."),
@@ -194,6 +248,7 @@ def draw(state: Mapping[str, Any], lines: int | None = None) -> RenderableType:
         Text(),
         _rows(_QUEUES, queues, rooms[1], _queue_row, folds=folds) or Text("No job waits or runs."),
         Text(),
+        *((shown_engines, Text()) if shown_engines is not None else ()),
         _rows(_WORKERS, workers, rooms[2], _worker_row, folds=folds) or Text("No worker runs."),
     )
 
@@ -251,6 +306,21 @@ def _queue_row(queue: Mapping[str, Any]) -> tuple[str | Text, ...]:
     return Text(queue["model"]), queue["priority"], f"{queue['waiting']:,}", f"{queue['running']:,}", age
 
 
+def _engine_row(engine: Mapping[str, Any]) -> tuple[str | Text, ...]:
+    return (
+        Text(f"{engine['model']}/{engine['version']}"),
+        f"{engine['tokens_per_s']:,.0f}",
+        f"{engine['waiting']:,}",
+        f"{engine['running']:,}",
+        _number(engine["rows_per_step"]),
+        _number(engine["step_ms"]),
+        f"{engine['pages_used']:,}/{engine['pages']:,}",
+        _percent(engine["prefix_found"]),
+        _number(engine["predicted_wait_s"]),
+        Text(engine["worker"]),
+    )
+
+
 def _worker_row(worker: Mapping[str, Any]) -> tuple[str | Text, ...]:
     served = [f"{name}/{version}" for name, version in worker["models"].items()]
     further = f" and {len(served) - _NAMED} more" if len(served) > _NAMED else ""
@@ -270,11 +340,15 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.1f}"
 
 
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
 def _table(columns: tuple[str, ...], *, folds: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         # On a narrow screen names are cut off, figures are not.
-        is_name = column in ("model", "queue", "worker", "models")
+        is_name = column in ("model", "queue", "engine", "worker", "models")
         is_text = is_name or column in ("priority", "device", "state")
         table.add_column(
             column,

@@ -46,6 +46,7 @@ from penstock.producers.gateway.text_jobs import TextJobs
 from penstock.producers.gateway.token_counts import PackageTokenizers
 from penstock.producers.gateway.waiting import Jobs
 from penstock.producers.gateway.websocket import WebSockets
+from penstock.registry import garbage
 from penstock.registry.api_keys import ApiKey
 from penstock.registry.errors import PenstockError
 from penstock.registry.settings import Settings
@@ -65,14 +66,21 @@ class Gateway:
 
     It may be mounted in another ASGI application, which need not run its lifespan, and calls `aclose`. heartbeat_s: the
     longest silence of an event stream. rpc: where gRPC listens from startup to shutdown; None: nowhere.
+    owns_process: whether the process serves nothing else, so that its garbage collector may be told what stays.
     """
 
     def __init__(
-        self, settings: Settings | None = None, *, heartbeat_s: float = 15.0, rpc: RpcBinding | None = None
+        self,
+        settings: Settings | None = None,
+        *,
+        heartbeat_s: float = 15.0,
+        rpc: RpcBinding | None = None,
+        owns_process: bool = False,
     ) -> None:
         self._settings = settings
         self._heartbeat_s = heartbeat_s
         self._rpc = rpc
+        self._owns_process = owns_process
         self._parts: _Parts | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,6 +137,8 @@ class Gateway:
         try:
             parts = self._open()
             await parts.listen(self._rpc)
+            if self._owns_process:
+                garbage.freeze()
         except PenstockError as error:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
@@ -152,14 +162,15 @@ class _Parts:
         # A job that the shared cache answered in this process would have an id that no other gateway knows.
         self.client = GatewayClient.from_env(settings=settings.changed({"cache.producer_lookup": False}))
         limits = RateLimits(inference.safeguards.rate_limit, self.client.spend)
-        self.access = Access(settings, KeyCopy(_RegisteredKeys(settings.registry_url).since), limits)
+        self.figures = GatewayFigures()
+        keys = KeyCopy(_RegisteredKeys(settings.registry_url).since)
+        self.access = Access(settings, keys, limits, count=self.figures.count_key)
         self.address_header = server.address_header.encode("ascii")
         self.jobs = Jobs(self.client, server.max_waiting, inference.timeout_seconds)
         self.streams = EventStreams(heartbeat_s=heartbeat_s)
-        self.figures = GatewayFigures()
         self.rpc: RpcServer | None = None
         self.websockets = WebSockets(self.jobs, self.limits, server, self.figures, self._enter_websocket)
-        self.health = health = HealthRoutes(self.client, self.figures)
+        self.health = health = HealthRoutes(self.client, self.figures, has_metrics=server.metrics)
         tokenizers = PackageTokenizers(inference.repo_root)
         store, predict, openai = open_store(settings), PredictRoutes(self.jobs), OpenAiRoutes(self.jobs, tokenizers)
         texts = OpenAiTexts(TextJobs(self.jobs, self.streams), tokenizers)
@@ -178,14 +189,15 @@ class _Parts:
             max_outstanding=inference.batches.max_outstanding,
             max_line_bytes=self.limits.max_bytes,
         )
+        control = ModelControlRoutes(self.client, settings)
         groups = (
             JobRoutes(self.jobs, self.streams),
             predict,
-            ModelRoutes(self.client),
+            ModelRoutes(self.client, control),
             openai,
             FileRoutes(store, self.client, inference.batches.max_file_mb * _MIB),
             self.batches,
-            ModelControlRoutes(self.client, settings),
+            control,
             completions,
             chats,
             ResponseRoutes(self.jobs, self.streams),

@@ -12,7 +12,7 @@ Every protocol enters here, before it does anything else. Without an entry Gatew
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -21,7 +21,7 @@ from penstock.producers.gateway.key_copy import KeyCopy
 from penstock.producers.gateway.limits import Owner, RateLimits
 from penstock.registry.api_keys import UNKNOWN_DIGEST, ApiKey, KeyLimits, KeyRole, digest_of, parse_api_key
 from penstock.registry.broker.meters import Charge, Reading
-from penstock.registry.errors import BadApiKey, NotPermitted
+from penstock.registry.errors import BadApiKey, NotPermitted, RateLimited
 from penstock.registry.settings import Settings
 
 __all__ = ["NOBODY", "Access", "Caller", "Credentials", "Entry", "Needs", "caller", "entered"]
@@ -93,6 +93,15 @@ class Entry:
             latest = {reading.meter.key: reading for reading in found}
             self.readings = tuple(latest.get(before.meter.key, before) for before in self.readings)
 
+    async def spend_for_lines(self, tokens: Sequence[int]) -> int:
+        """Charges lines of a batch, from the first one on: as many as the limits have room for. tokens: of each.
+
+        Raises RateLimited when there is no room for the first one.
+        """
+        if self._limits is None:
+            return len(tokens)
+        return await self._limits.admit_most(self._charges, tokens)
+
 
 _entry: ContextVar[Entry | None] = ContextVar("penstock_gateway_entry", default=None)
 
@@ -120,14 +129,16 @@ class Access:
         keys: KeyCopy,
         limits: RateLimits,
         clock: Callable[[], float] = time.time,
+        count: Callable[[str, str], None] = lambda _key_id, _outcome: None,
     ) -> None:
-        """clock: unix seconds, for the expiry of keys."""
+        """clock: unix seconds, for the expiry of keys. count: takes the id of a key and what became of its request."""
         server = settings.inference.server
         self._mode = server.api_keys
         self._is_exposed = server.is_exposed
         self._keys = keys
         self._limits = limits
         self._clock = clock
+        self._count = count
         self._anybody = Caller("", settings.tenant_id, "admin", (), KeyLimits())
 
     async def authenticate(self, credentials: Credentials, *, is_remote: bool = False) -> Caller:
@@ -161,6 +172,7 @@ class Access:
         _entry.set(None)
         found = await self.authenticate(credentials, is_remote=is_remote)
         if _RANK[found.role] < _RANK[needs]:
+            self._count(found.key_id, "denied")
             raise NotPermitted(
                 f"An API key with the role {found.role} may not do this. Expected the role {_role(needs)}"
             )
@@ -168,24 +180,36 @@ class Access:
         charges = self._limits.charges(owner, route)
         entry = Entry(found)
         if charges:
-            entry = Entry(found, await self._limits.admit(charges), charges, self._limits)
+            try:
+                entry = Entry(found, await self._limits.admit(charges), charges, self._limits)
+            except RateLimited:
+                if found.key_id:
+                    self._count(found.key_id, "limited")
+                raise
+        if found.key_id:
+            self._count(found.key_id, "admitted")
         _entry.set(entry)
         return entry
 
-    async def resume(self, key_id: str, tenant: str) -> None:
-        """The present task goes on for a caller whose request has ended, such as that of a batch.
+    async def resume(self, key_id: str, tenant: str) -> Entry:
+        """The present task goes on for a caller whose request has ended: for that of a batch, whose lines it charges.
 
-        key_id: of that caller; empty where no key was asked for. Raises BadApiKey for a key that was revoked or has
-        expired since, and RegistryUnavailable.
+        key_id: of that caller; empty where no key was asked for: then the lines are charged nowhere. Raises BadApiKey
+        for a key that was revoked or has expired since, and RegistryUnavailable.
         """
         _entry.set(None)
         if not key_id:
-            _entry.set(Entry(self._anybody._replace(tenant=tenant)))
-            return
+            entry = Entry(self._anybody._replace(tenant=tenant))
+            _entry.set(entry)
+            return entry
         key = (await self._keys.fresh()).get(key_id, _UNKNOWN)
         if key.id != key_id or key.status(self._clock()) != "active":
             raise BadApiKey("The API key of this batch was revoked, or has expired. Expected a new batch")
-        _entry.set(Entry(Caller(key.id, tenant, key.role, key.models, key.limits)))
+        found = Caller(key.id, tenant, key.role, key.models, key.limits)
+        charges = self._limits.line_charges(Owner(key.id, tenant, key.limits, ""))
+        entry = Entry(found, (), charges, self._limits if charges else None)
+        _entry.set(entry)
+        return entry
 
     def leave(self) -> None:
         """Ends the entry of the present task."""

@@ -1,4 +1,4 @@
-"""The gateway's own figures: requests and calls by their end, their time, requests that wait, open streams.
+"""The gateway's own figures: requests and calls by their end, their time, requests that wait, open streams, API keys.
 
 With PROMETHEUS_MULTIPROC_DIR, which `penstock serve --workers` sets, each process writes into files of that folder, and
 the page of any of them adds up all.
@@ -7,15 +7,23 @@ the page of any of them adds up all.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.registry import Collector
 
 from penstock.registry import metrics
+from penstock.registry.broker.base import Usage
 from penstock.registry.metrics import Metric
 
-__all__ = ["GatewayFigures"]
+__all__ = ["MOST_KEYS", "GatewayFigures"]
+
+MOST_KEYS: Final = 1000
+"""Keys with series of their own; the others are counted together: Prometheus holds each series for weeks."""
+_OTHER: Final = "other"
 
 
 class GatewayFigures:
@@ -38,6 +46,8 @@ class GatewayFigures:
             *_named(metrics.GRPC_SECONDS), registry=self._registry, buckets=metrics.GRPC_SECONDS.buckets
         )
         self._call_counters: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
+        self._of_keys: Final = Counter(*_named(metrics.API_KEY_REQUESTS), registry=self._registry)
+        self._keys: set[str] = set()
         self._counters: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
 
     def count(self, route: str, method: str, status: int, seconds: float) -> None:
@@ -58,18 +68,55 @@ class GatewayFigures:
         found[0].inc()
         found[1].observe(seconds)
 
+    def count_key(self, key_id: str, outcome: str) -> None:
+        """One request with an API key: admitted, limited or denied."""
+        if key_id not in self._keys:
+            if len(self._keys) >= MOST_KEYS:
+                key_id = _OTHER
+            self._keys.add(key_id)
+        self._of_keys.labels(key_id, outcome).inc()
+
     def set_open(self, waiting: int, streams: int) -> None:
         """The requests that wait for a job, and the open event streams and WebSockets."""
         self._waiting.set(waiting)
         self._streams.set(streams)
 
-    def page(self) -> tuple[bytes, bytes]:
-        """(content type, text) for Prometheus."""
+    def page(self, usage: Mapping[str, Usage]) -> tuple[bytes, bytes]:
+        """(content type, text) for Prometheus. usage: what the broker has counted, by the id of the API key."""
         registry = self._registry
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
             registry = CollectorRegistry()
             MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
-        return CONTENT_TYPE_PLAIN_0_0_4.encode(), generate_latest(registry)
+        counted = CollectorRegistry()
+        counted.register(_UsageCollector(usage))
+        return CONTENT_TYPE_PLAIN_0_0_4.encode(), generate_latest(registry) + generate_latest(counted)
+
+
+class _UsageCollector(Collector):
+    """Counters that the broker keeps."""
+
+    def __init__(self, usage: Mapping[str, Usage]) -> None:
+        self._usage = usage
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """See prometheus_client."""
+        jobs = CounterMetricFamily(*_named(metrics.API_KEY_JOBS)[:2], labels=metrics.API_KEY_JOBS.labels)
+        tokens = CounterMetricFamily(*_named(metrics.API_KEY_TOKENS)[:2], labels=metrics.API_KEY_TOKENS.labels)
+        for key_id, used in _bounded(self._usage).items():
+            jobs.add_metric([key_id], used.jobs)
+            tokens.add_metric([key_id, "prompt"], used.prompt_tokens)
+            tokens.add_metric([key_id, "generated"], used.generated_tokens)
+        yield jobs
+        yield tokens
+
+
+def _bounded(usage: Mapping[str, Usage]) -> dict[str, Usage]:
+    # By id: a key keeps its place, so that its counter does not go back.
+    names = sorted(usage)
+    found = {name: usage[name] for name in names[:MOST_KEYS]}
+    if rest := [usage[name] for name in names[MOST_KEYS:]]:
+        found[_OTHER] = Usage(*map(sum, zip(*rest, strict=True)))
+    return found
 
 
 def _named(metric: Metric) -> tuple[str, str, tuple[str, ...]]:

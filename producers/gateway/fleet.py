@@ -11,21 +11,34 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
 from penstock.producers.async_client import AsyncClient, AsyncJobHandle
 from penstock.producers.core import Inputs, Item, Items, Refused
 from penstock.producers.gateway.callers import caller, entered
+from penstock.producers.gathering import ENDS
 from penstock.producers.job_state import HandleCore
 from penstock.registry.admission import SubmitOptions
-from penstock.registry.broker.base import Backlog
+from penstock.registry.broker.base import Backlog, Usage
 from penstock.registry.broker.meters import Charge, Spent
-from penstock.registry.errors import InvalidInput, UnknownJob, UnknownModel
+from penstock.registry.errors import (
+    Corrupt,
+    InvalidInput,
+    JobFailed,
+    JobLost,
+    ResultGone,
+    UnknownJob,
+    UnknownModel,
+)
 from penstock.registry.package import ModelSpec
+from penstock.registry.tensors import Array
 
-__all__ = ["GatewayClient", "ServedModel"]
+__all__ = ["Answered", "GatewayClient", "ServedModel"]
+
+Answered: TypeAlias = tuple[dict[str, Array], str] | JobFailed | JobLost | ResultGone | UnknownJob | Corrupt
+"""The outputs of a job and the version that answered, or the error in their place."""
 
 
 class ServedModel(NamedTuple):
@@ -106,6 +119,33 @@ class GatewayClient(AsyncClient):
         """
         return await self._submit_many(model, items, options, refused=refused, timeout_s=timeout_s)
 
+    async def await_answers(self, handles: Sequence[AsyncJobHandle], found: dict[str, Answered]) -> None:
+        """Waits until all these jobs have ended, and adds how, by id. Raises BrokerUnavailable.
+
+        Replies are awaited in the order of the handles: most have come when it is their turn, and cost no future.
+        """
+        others = []
+        for handle in handles:
+            if handle._state.record is None:
+                if not handle._state.awaits_reply:
+                    others.append(handle)
+                    continue
+                try:
+                    await handle._await_end(None)
+                except ENDS as error:
+                    found[handle.id] = error
+                    continue
+            _add_answer(handle, found)
+        # Jobs of an earlier process, whose replies do not come here.
+        async for handle in self.as_completed(others):
+            _add_answer(handle, found)
+
+    def add_known(self, handles: Sequence[AsyncJobHandle], found: dict[str, Answered]) -> None:
+        """Adds how those jobs ended whose end is known here, as `await_answers` does."""
+        for handle in handles:
+            if handle.id not in found and handle._state.record is not None:
+                _add_answer(handle, found)
+
     async def forget(self, handle: AsyncJobHandle) -> None:
         """Deletes the result and the events of a job of the caller; not of one that has not ended.
 
@@ -142,6 +182,16 @@ class GatewayClient(AsyncClient):
         self._enter_loop()
         return await self._broker.backlog(model)
 
+    async def usage(self) -> dict[str, Usage]:
+        """What was used of all models, by the id of the API key that pays. Raises BrokerUnavailable."""
+        self._enter_loop()
+        names = await self._broker.models()
+        found: dict[str, Usage] = {}
+        for of_model in await asyncio.gather(*map(self._broker.usage, names)):
+            for (key_id, _), used in of_model.items():
+                found[key_id] = Usage(*map(sum, zip(found.get(key_id, Usage()), used, strict=True)))
+        return found
+
     async def _reports(self) -> list[Mapping[str, Any]]:
         return [json.loads(report) for report in await self._broker.workers()]
 
@@ -151,6 +201,13 @@ class GatewayClient(AsyncClient):
         except UnknownModel:
             # A name that outlived its spec.
             return None
+
+
+def _add_answer(handle: AsyncJobHandle, found: dict[str, Answered]) -> None:
+    try:
+        found[handle.id] = handle._state.answer()
+    except ENDS as error:
+        found[handle.id] = error
 
 
 def _of_caller(model: str, options: SubmitOptions) -> SubmitOptions:

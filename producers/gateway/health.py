@@ -31,9 +31,11 @@ class Readiness(msgspec.Struct):
 class HealthRoutes:
     """The routes for monitors."""
 
-    def __init__(self, client: GatewayClient, figures: GatewayFigures) -> None:
+    def __init__(self, client: GatewayClient, figures: GatewayFigures, *, has_metrics: bool) -> None:
+        """has_metrics: whether the page of metrics is served."""
         self._client = client
         self._figures = figures
+        self._has_metrics = has_metrics
 
     @property
     def routes(self) -> list[Route]:
@@ -48,7 +50,11 @@ class HealthRoutes:
             Route(
                 "GET", "/healthz", self.show_models, "Whether models are loaded, and which versions", needs="nothing"
             ),
-            Route("GET", "/metrics", self.show_metrics, "Figures for Prometheus", needs="admin"),
+            *(
+                [Route("GET", "/metrics", self.show_metrics, "Figures for Prometheus", needs="admin")]
+                if self._has_metrics
+                else []
+            ),
         ]
 
     async def show_live(self, exchange: Exchange) -> None:
@@ -73,7 +79,11 @@ class HealthRoutes:
 
     async def show_metrics(self, exchange: Exchange) -> None:
         """GET /metrics."""
-        kind, page = self._figures.page()
+        try:
+            usage = await self._client.usage()
+        except BrokerUnavailable:
+            usage = {}
+        kind, page = self._figures.page(usage)
         await exchange.answer(200, page, kind)
 
     async def readiness(self) -> Readiness:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import accumulate
 from typing import Final, NamedTuple, TypeAlias
 
 from penstock.registry.api_keys import KeyLimits
-from penstock.registry.broker.meters import Charge, Meter, Reading, Spent, WindowKind
+from penstock.registry.broker.meters import TOKENS, Charge, Meter, Reading, Spent, WindowKind, account_subject
 from penstock.registry.errors import RateLimited
 from penstock.registry.queues import meter_key
 from penstock.registry.settings_sections import RateLimitConfig
@@ -23,7 +24,6 @@ __all__ = ["Owner", "RateLimits", "SpendAll", "headers_of"]
 
 SpendAll: TypeAlias = Callable[[Sequence[Sequence[Charge]]], Awaitable[list[Spent]]]
 _MOST_AT_ONCE: Final = 128
-_TOKENS: Final = "tokens"
 _PER: Final[dict[WindowKind, str]] = {"m": "minute", "d": "day", "M": "month"}
 _SECONDS: Final[dict[WindowKind, int]] = {"m": 60, "d": 86_400}
 
@@ -50,7 +50,7 @@ class RateLimits:
     def charges(self, owner: Owner, route: str) -> tuple[Charge, ...]:
         """What one request costs; empty where nothing limits it."""
         own, config = owner.limits, self._config
-        who = f"key:{owner.key_id}" if owner.key_id else f"address:{owner.address}"
+        who = account_subject(owner.key_id) if owner.key_id else f"address:{owner.address}"
         rate = own.requests_per_minute or (config.requests_per_minute if config.enabled else 0)
         found = [Charge(Meter("requests", meter_key(who, "minute"), "m", rate), 1)] if rate else []
         if own.requests_per_day:
@@ -58,7 +58,7 @@ class RateLimits:
         if own.requests_per_month:
             found.append(Charge(Meter("month", meter_key(who, "month"), "M", own.requests_per_month), 1))
         if own.tokens_per_minute:
-            found.append(Charge(Meter(_TOKENS, meter_key(who, "tokens"), "m", own.tokens_per_minute), 0))
+            found.append(Charge(Meter(TOKENS, meter_key(who, "tokens"), "m", own.tokens_per_minute), 0))
         if not config.enabled:
             return tuple(found)
         if owner.tenant and (rate := config.tenant_requests_per_minute):
@@ -68,6 +68,31 @@ class RateLimits:
         if rate := self._by_route.get(route, 0):
             found.append(Charge(Meter("route", meter_key(f"{who}:{route}", "route"), "m", rate), 1))
         return tuple(found)
+
+    def line_charges(self, owner: Owner) -> tuple[Charge, ...]:
+        """What a line of a batch costs its key and tenant; the address of its caller has gone.
+
+        Lines take at most a half of each limit per minute: the other half is left to single requests.
+        """
+        charges = self.charges(owner._replace(address=""), "")
+        return tuple(Charge(_for_lines(meter), cost) for meter, cost in charges if meter.name != "address")
+
+    async def admit_most(self, charges: Sequence[Charge], tokens: Sequence[int]) -> int:
+        """Charges as many requests as there is room for, from the first one on. tokens: of each, 0 where unknown.
+
+        A request of more tokens than the limit is charged as many as that. Raises RateLimited when there is no room
+        for the first one, and BrokerUnavailable.
+        """
+        count = len(tokens)
+        while True:
+            costs = [Charge(meter, _cost_of(meter, tokens[:count])) for meter, _ in charges]
+            try:
+                await self.admit(costs)
+                return count
+            except RateLimited as refused:
+                count = min(_fitting(reading, tokens[:count]) for reading in refused.readings)
+                if not count:
+                    raise
 
     async def admit(self, charges: Sequence[Charge]) -> tuple[Reading, ...]:
         """Charges one request. Raises RateLimited, and then nothing is charged; and BrokerUnavailable."""
@@ -83,7 +108,7 @@ class RateLimits:
 
     async def spend(self, charges: Sequence[Charge], requests: int, tokens: int) -> tuple[Reading, ...]:
         """Charges further requests and tokens on the meters of an admitted request; () where no meter counts them."""
-        costs = [Charge(meter, tokens if meter.name == _TOKENS else requests) for meter, _ in charges]
+        costs = [Charge(meter, tokens if meter.name == TOKENS else requests) for meter, _ in charges]
         further = [charge for charge in costs if charge.cost]
         return await self.admit(further) if further else ()
 
@@ -107,6 +132,25 @@ class RateLimits:
         for (_, waiting), answer in zip(batch, answers, strict=True):
             if not waiting.done():
                 waiting.set_result(answer)
+
+
+def _for_lines(meter: Meter) -> Meter:
+    return meter._replace(limit=max(1, meter.limit // 2)) if meter.kind == "m" else meter
+
+
+def _cost_of(meter: Meter, tokens: Sequence[int]) -> int:
+    return sum(min(each, meter.limit) for each in tokens) if meter.name == TOKENS else len(tokens)
+
+
+def _fitting(reading: Reading, tokens: Sequence[int]) -> int:
+    """How many of the requests the meter has room for."""
+    meter, left, _ = reading
+    if meter.name != TOKENS:
+        return min(left, len(tokens))
+    if not left:
+        return 0
+    sums = accumulate(min(each, meter.limit) for each in tokens)
+    return sum(found <= left for found in sums)
 
 
 def headers_of(readings: Sequence[Reading]) -> list[tuple[bytes, bytes]]:

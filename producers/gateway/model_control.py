@@ -12,11 +12,12 @@ import asyncio
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import msgspec
 
+from penstock.producers.gateway.callers import entered
 from penstock.producers.gateway.exchange import Exchange, RequestRefused
 from penstock.producers.gateway.fleet import GatewayClient
 from penstock.producers.gateway.routing import Route
@@ -86,11 +87,14 @@ class ModelControlRoutes:
     async def load(self, exchange: Exchange) -> None:
         """POST /v1/models:load."""
         name, version = await self._asked(exchange)
-        with self._place():
-            before = await self._entries(name, version)
-            await self._put(DesiredVersion(name, version, at=time.time()))
-            workers = await self._await_loaded(name, version, before, exchange)
+        workers = await self._load(name, version, exchange)
         await exchange.answer(200, msgspec.json.encode(LoadedView(loaded=True, workers=workers)))
+
+    async def load_shown(self, name: str, version: str, exchange: Exchange) -> None:
+        """Loads a version that a caller looks at, as `load` does, where it may; else and after a failure nothing."""
+        if self._refusal() is None and entered().role == "admin":
+            with suppress(UnknownModel, ModelNotReady, ResultTimeout, QueueFull):
+                await self._load(name, version, exchange)
 
     async def unload(self, exchange: Exchange) -> None:
         """POST /v1/models:unload."""
@@ -106,15 +110,28 @@ class ModelControlRoutes:
     async def _asked(self, exchange: Exchange) -> tuple[str, str]:
         """(name, version) of a request. Raises RequestRefused where requests are not the gateway's to make."""
         fields = decoded(await exchange.body(), VersionFields)
-        if not self._settings.inference.server.model_control:
-            raise RequestRefused(403, "Loading is off. Expected server.model_control, or `penstock models load`")
-        if stack_file.with_broker(self._settings).operator_public_keys:
-            raise RequestRefused(403, "Operators sign such requests here. Expected `penstock models load`")
+        if (refusal := self._refusal()) is not None:
+            raise RequestRefused(403, refusal)
         spec = await self._client.spec_of(fields.name)
         version = spec.version if fields.version is None else fields.version
         if not _VERSION.fullmatch(version):
             raise InvalidInput("Bad version. Expected letters, digits, dots, underscores and hyphens")
         return spec.name, version
+
+    def _refusal(self) -> str | None:
+        """Why the gateway makes no such requests; None: it does."""
+        if not self._settings.inference.server.model_control:
+            return "Loading is off. Expected server.model_control, or `penstock models load`"
+        if stack_file.with_broker(self._settings).operator_public_keys:
+            return "Operators sign such requests here. Expected `penstock models load`"
+        return None
+
+    async def _load(self, name: str, version: str, exchange: Exchange) -> list[str]:
+        """The workers that have the version in memory, once all have reported."""
+        with self._place():
+            before = await self._entries(name, version)
+            await self._put(DesiredVersion(name, version, at=time.time()))
+            return await self._await_loaded(name, version, before, exchange)
 
     async def _put(self, desired: DesiredVersion) -> None:
         inference = self._settings.inference

@@ -1,7 +1,7 @@
 """The models whose jobs are accepted, for people, for clients of Inferno's routes and for the `openai` client.
 
 GET /v1/models                  all of them; GET /v1/models?loaded=true only those that a worker has in memory
-GET /v1/models/{name}           one, with its inputs and outputs
+GET /v1/models/{name}           one, with its inputs and outputs; loads it where the gateway may load
 GET /v1/models/{name}/active    the version that answers
 """
 
@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.producers.gateway.exchange import Exchange
 from penstock.producers.gateway.fleet import GatewayClient, ServedModel
+from penstock.producers.gateway.model_control import ModelControlRoutes
 from penstock.producers.gateway.routing import Route
 from penstock.registry.errors import InvalidInput
 from penstock.registry.package.signature import TensorSpec
@@ -73,8 +74,9 @@ class ActiveView(msgspec.Struct):
 class ModelRoutes:
     """The routes of models."""
 
-    def __init__(self, client: GatewayClient) -> None:
+    def __init__(self, client: GatewayClient, control: ModelControlRoutes) -> None:
         self._client = client
+        self._control = control
 
     @property
     def routes(self) -> list[Route]:
@@ -97,6 +99,9 @@ class ModelRoutes:
     async def show(self, exchange: Exchange) -> None:
         """GET /v1/models/{name}."""
         model = await self._client.model(exchange.words["name"])
+        if not model.is_loaded:
+            await self._control.load_shown(model.spec.name, model.spec.version, exchange)
+            model = await self._client.model(model.spec.name)
         spec = model.spec
         view = ModelView(
             **_line(model),

@@ -115,7 +115,6 @@ class OpenAiRoutes:
             None,
             (output,),
             write,
-            tells_version=False,
             tokens=usage.total_tokens if usage else 0,
         )
 

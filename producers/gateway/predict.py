@@ -20,6 +20,7 @@ from penstock.producers.gateway.flat_rows import flat_rows, named_model, only_in
 from penstock.producers.gateway.request_headers import idempotency_key, wanted_type
 from penstock.producers.gateway.routing import Route
 from penstock.producers.gateway.tensors import (
+    Document,
     decoded,
     fields_of,
     json_document,
@@ -43,6 +44,15 @@ class PredictFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     timeout_ms: float | None = None
     version: str | None = None
     priority: PriorityName = "normal"
+
+
+class _LineFields(PredictFields, forbid_unknown_fields=True, kw_only=True):
+    """The same of a line of a batch; each input stays JSON text until the model is known."""
+
+    inputs: dict[str, msgspec.Raw]
+
+
+_decode_line = msgspec.json.Decoder(_LineFields).decode
 
 
 class Prediction(msgspec.Struct):
@@ -115,8 +125,13 @@ class PredictRoutes:
 
     async def prepare_line(self, words: Mapping[str, str], body: bytes) -> LineJob:
         """The job of a line of a batch, which is the body of a prediction. Raises as a prediction does."""
-        document = json_document(body)
-        fields = fields_of(document, PredictFields)
+        try:
+            fields = _decode_line(body)
+            document = Document({"inputs": fields.inputs}, memoryview(b""), JSON)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+            # The way of a prediction says what is wrong.
+            document = json_document(body)
+            fields = fields_of(document, PredictFields)
         if fields.priority != "normal" or fields.timeout_ms is not None:
             raise InvalidInput("Found priority or timeout_ms. Expected none: a batch runs at low priority")
         version = words.get("version", fields.version)

@@ -245,7 +245,7 @@ def _config(inference: InferenceConfig, binding: Binding, rpc: RpcBinding | None
     server = inference.server
     return _Config(
         # Each process gets it before it is used, and it opens nothing before its startup.
-        Gateway(rpc=rpc),
+        Gateway(rpc=rpc, owns_process=True),
         ssl_certfile=binding.certificate,
         ssl_keyfile=binding.key,
         workers=server.workers,

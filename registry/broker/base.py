@@ -57,6 +57,7 @@ __all__ = [
     "Replay",
     "State",
     "StreamEntry",
+    "Usage",
     "WaitingEntry",
     "Withdrawal",
     "WorkerEnd",
@@ -251,8 +252,17 @@ class Renewal(NamedTuple):
     cancelled: frozenset[str]
 
 
+class Usage(NamedTuple):
+    """What an account has used of a model in a month: accepted jobs, and the tokens of the texts of ended ones."""
+
+    jobs: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
 class Commit(msgspec.Struct, frozen=True, gc=False):
-    """How one held job ended; `sealed` is the result envelope."""
+    """How one held job ended; `sealed` is the result envelope. `account` is the id of the API key that pays for the
+    tokens of a text; empty: none."""
 
     slot: str
     priority: Priority
@@ -263,6 +273,9 @@ class Commit(msgspec.Struct, frozen=True, gc=False):
     tenant: str
     reply: str = ""
     idempotency_digest: str = ""
+    account: str = ""
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
 
 
 class CommitStatus(Enum):
@@ -570,8 +583,11 @@ class OperatorEnd(FleetEnd, Protocol):
     def depths(self, slot: str) -> list[Depth]:
         """The four queues of a slot, most urgent first."""
 
-    def usage(self, slot: str) -> dict[tuple[str, str], int]:
-        """How many jobs of the slot were accepted by account and month of UTC, such as `2026-11`. Each counts once."""
+    def usage(self, slot: str) -> dict[tuple[str, str], Usage]:
+        """What was used of the slot, by account and month of UTC, such as `2026-11`.
+
+        A job counts once: when it is accepted, and its tokens when it is committed.
+        """
 
     def committed(self, slot: str) -> int:
         """How many jobs of the slot were committed so far. The difference of two readings is the throughput."""

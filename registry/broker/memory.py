@@ -37,6 +37,7 @@ from penstock.registry.broker.base import (
     Replay,
     State,
     StreamEntry,
+    Usage,
     WaitingEntry,
     Withdrawal,
 )
@@ -432,7 +433,7 @@ class MemoryBroker(MemoryWebhookEnd):
         with self._lock:
             return sorted({slot for slot, _ in self._state.specs})
 
-    def usage(self, slot: str) -> dict[tuple[str, str], int]:
+    def usage(self, slot: str) -> dict[tuple[str, str], Usage]:
         """See OperatorEnd.usage."""
         with self._lock:
             return dict(self._state.usage[slot])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -27,6 +27,7 @@ from penstock.registry.broker.base import (
     Receipt,
     Replay,
     State,
+    Usage,
     Withdrawal,
 )
 from penstock.registry.broker.incidents import exceeded_limit_s
@@ -79,8 +80,8 @@ class MemoryState(MemoryStreams):
         """What workers have counted, by experiment_key and field."""
         self.ratings: Expiring[dict[str, bytes]] = Expiring(self.now_ms)
         """The quality that clients have reported, by ratings_key and version."""
-        self.usage: defaultdict[str, Counter[tuple[str, str]]] = defaultdict(Counter)
-        """Accepted jobs by slot, account and month."""
+        self.usage: defaultdict[str, dict[tuple[str, str], Usage]] = defaultdict(dict)
+        """By slot, account and month."""
         self.specs: dict[tuple[str, str], bytes] = {}
         """By slot and version; the empty version stands for the active one."""
         self.activated: dict[str, tuple[int, bytes]] = {}
@@ -142,9 +143,13 @@ class MemoryState(MemoryStreams):
             )
         flow.in_flight[job.tenant] += 1
         if job.account:
-            month = datetime.fromtimestamp(self.now_ms() / 1000, UTC).strftime("%Y-%m")
-            self.usage[slot][job.account, month] += 1
+            self._use(slot, job.account, Usage(1))
         return Receipt("accepted", job.job_id)
+
+    def _use(self, slot: str, account: str, more: Usage) -> None:
+        month = datetime.fromtimestamp(self.now_ms() / 1000, UTC).strftime("%Y-%m")
+        before = self.usage[slot].get((account, month), Usage())
+        self.usage[slot][account, month] = Usage(*map(sum, zip(before, more, strict=True)))
 
     def claim(self, consumer: str, claim: Claim) -> list[Delivery]:
         """Claim jobs, most urgent first; see Claim for the reserve."""
@@ -277,6 +282,8 @@ class MemoryState(MemoryStreams):
         if record is None:
             return CommitStatus.GONE
         self.slots[commit.slot].committed += 1
+        if commit.account:
+            self._use(commit.slot, commit.account, Usage(0, commit.prompt_tokens, commit.generated_tokens))
         self.settle(commit.job_id, record, commit.state, commit.sealed, result_ttl_ms)
         return CommitStatus.COMMITTED
 

@@ -1,16 +1,39 @@
-"""Limits of requests and tokens: what a call of spend.lua asks, and what it answers. Pure.
+"""Limits of requests and tokens: what a call of spend.lua asks, and what it answers; what accounts have used. Pure.
 
 Meter(key, kind, limit) -> Request(meters with costs) -> one call for many requests -> Spent per request
+a committed text -> token_charge: it was generated, so it is charged also beyond the limit
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from penstock.registry.broker import redis_scripts as scripts
+from penstock.registry.broker.base import Usage
+from penstock.registry.queues import meter_key, usage_key
 
-__all__ = ["Charge", "Meter", "Reading", "Spent", "WindowKind", "spend", "spent"]
+__all__ = [
+    "TOKENS",
+    "Charge",
+    "Meter",
+    "Reading",
+    "Spent",
+    "WindowKind",
+    "account_subject",
+    "parse_usage",
+    "spend",
+    "spent",
+    "token_charge",
+    "usage",
+]
+
+TOKENS: Final = "tokens"
+"""The name of the meter of tokens."""
+_NO_LIMIT: Final = 2**53
+_USAGE: Final = {"": "jobs", "prompt": "prompt_tokens", "generated": "generated_tokens"}
+"""The fields of a Usage, by the last part of a field of usage_key."""
 
 WindowKind: TypeAlias = Literal["m", "d", "M"]
 """A sliding minute, a day or a month of UTC."""
@@ -50,6 +73,16 @@ class Spent(NamedTuple):
     readings: tuple[Reading, ...]
 
 
+def account_subject(account: str) -> str:
+    """Whom the meters of an API key name."""
+    return f"key:{account}"
+
+
+def token_charge(account: str, tokens: int) -> Charge:
+    """Tokens that an API key has had already."""
+    return Charge(Meter(TOKENS, meter_key(account_subject(account), TOKENS), "m", _NO_LIMIT), tokens)
+
+
 def spend(requests: Sequence[Sequence[Charge]]) -> scripts.Call:
     """One call that admits or refuses requests, in order. Each is charged on all its meters, or on none."""
     keys: list[str] = []
@@ -72,3 +105,20 @@ def spent(requests: Sequence[Sequence[Charge]], answer: Sequence[Sequence[int]])
 def _readings(charges: Sequence[Charge], found: Sequence[int]) -> Iterator[Reading]:
     for place, charge in enumerate(charges):
         yield Reading(charge.meter, found[1 + 2 * place], found[2 + 2 * place])
+
+
+def usage(slot: str) -> scripts.Call:
+    """What accounts have used of a slot."""
+    return ["HGETALL", usage_key(slot)]
+
+
+def parse_usage(answer: Sequence[bytes]) -> dict[tuple[str, str], Usage]:
+    """Parses the answer of `usage`: by account and month."""
+    words = iter(answer)
+    found: defaultdict[tuple[str, str], Usage] = defaultdict(Usage)
+    for field, count in zip(words, words, strict=True):
+        account, month, kind = [*field.decode(errors="replace").split(":"), "", ""][:3]
+        # Another program may have written to the field.
+        if count.isdigit() and (name := _USAGE.get(kind)):
+            found[account, month] = found[account, month]._replace(**{name: int(count)})
+    return dict(found)

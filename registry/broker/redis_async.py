@@ -19,7 +19,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
 
-from penstock.registry.broker import foreign_keys
+from penstock.registry.broker import foreign_keys, meters
 from penstock.registry.broker import redis_scripts as scripts
 from penstock.registry.broker.base import (
     Announced,
@@ -31,6 +31,7 @@ from penstock.registry.broker.base import (
     Rating,
     Receipt,
     StreamEntry,
+    Usage,
 )
 from penstock.registry.broker.broker_url import BrokerAddress, parse_broker_url
 from penstock.registry.broker.meters import Charge, Spent, spend, spent
@@ -182,6 +183,10 @@ class AsyncRedisStreams:
         )
         # Another program may have written to the field.
         return Backlog(sum(depths), int(done) if done and done.isdigit() else 0)
+
+    async def usage(self, slot: str) -> dict[tuple[str, str], Usage]:
+        """See OperatorEnd.usage."""
+        return meters.parse_usage(await self._run(meters.usage(slot)))
 
     def forget_connections(self) -> None:
         """After a fork: drop the parent's connections without closing its sockets."""

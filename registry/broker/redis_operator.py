@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from penstock.registry.broker import meters
 from penstock.registry.broker import redis_scripts as scripts
 from penstock.registry.broker.base import (
     DeadLetter,
@@ -13,6 +14,7 @@ from penstock.registry.broker.base import (
     Publication,
     Quarantined,
     Replay,
+    Usage,
     WaitingEntry,
     Withdrawal,
 )
@@ -30,7 +32,6 @@ from penstock.registry.queues import (
     ratings_key,
     record_key,
     slot_of,
-    usage_key,
     worker_key,
 )
 
@@ -54,16 +55,9 @@ class RedisOperator(RedisSpecs):
         self._note_clock(answer[0], begun)
         return scripts.measured(slot, answer)
 
-    def usage(self, slot: str) -> dict[tuple[str, str], int]:
+    def usage(self, slot: str) -> dict[tuple[str, str], Usage]:
         """See OperatorEnd.usage."""
-        words = iter(self._run(["HGETALL", usage_key(slot)]))
-        found = {}
-        for field, count in zip(words, words, strict=True):
-            account, _, month = field.decode(errors="replace").partition(":")
-            # Another program may have written to the field.
-            if count.isdigit():
-                found[account, month] = int(count)
-        return found
+        return meters.parse_usage(self._run(meters.usage(slot)))
 
     def committed(self, slot: str) -> int:
         """See OperatorEnd.committed."""

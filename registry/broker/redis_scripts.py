@@ -92,7 +92,7 @@ _FILES: Final[dict[str, str]] = {
 _WEBHOOK: Final = _FILES.pop("webhook")
 _CALENDAR: Final = _FILES.pop("calendar")
 _BEGINNINGS: Final = {
-    "commit": _WEBHOOK,
+    "commit": _WEBHOOK + _CALENDAR,
     **dict.fromkeys(("publish", "spend"), _CALENDAR),
     **dict.fromkeys(("cancel", "dead_letter", "expire", "replay", "withdraw"), _WEBHOOK + _FILES.pop("ending")),
     **dict.fromkeys([name for name in _FILES if name.startswith("breaker_")], _FILES.pop("breaker")),
@@ -317,6 +317,7 @@ def commit(consumer: str, slot: str, commits: Sequence[Commit], result_ttl_ms: i
     entry_ids: tuple[list[bytes], ...] = ([], [], [], [])
     idempotent: list[int] = []
     words: list[Any] = []
+    paid: list[Any] = []
     for index, commit in enumerate(commits, 1):
         kind = commit.priority, commit.tenant, commit.reply
         if kind != last_kind:
@@ -330,6 +331,8 @@ def commit(consumer: str, slot: str, commits: Sequence[Commit], result_ttl_ms: i
         if commit.idempotency_digest:
             idempotency_keys.append(idempotency_key(slot, commit.idempotency_digest))
             idempotent.append(index)
+        if commit.account:
+            paid += (index, commit.account, commit.prompt_tokens, commit.generated_tokens)
     if len(numbers) == 1:
         del words[2::3]
     records = [prefix + commit.job_id[cut:] for commit in commits]
@@ -340,7 +343,7 @@ def commit(consumer: str, slot: str, commits: Sequence[Commit], result_ttl_ms: i
     lane = lane_key(slot)
     args += [0 if reply == lane else REPLY_CAP for reply in reply_index]
     keys = [flow_key(slot), *stream_keys(slot), *reply_index, *records, *idempotency_keys]
-    return _call("commit", keys, [*args, *kinds, *idempotent, *words])
+    return _call("commit", keys, [*args, *kinds, *idempotent, *words, *paid])
 
 
 def _span(entry_ids: list[bytes]) -> tuple[bytes, bytes]:

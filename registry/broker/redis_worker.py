@@ -7,6 +7,7 @@ its own, so that the worker can wait for it and for other events at the same tim
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any, Final, Self
 import redis
 from redis.exceptions import NoScriptError, ResponseError
 
-from penstock.registry.broker import foreign_keys
+from penstock.registry.broker import foreign_keys, meters
 from penstock.registry.broker import redis_scripts as scripts
 from penstock.registry.broker.base import (
     Claim,
@@ -40,7 +41,7 @@ from penstock.registry.broker.redis_connection import (
 )
 from penstock.registry.broker.redis_packing import packed_together
 from penstock.registry.broker.redis_specs import RedisSpecs
-from penstock.registry.errors import BrokerUnavailable
+from penstock.registry.errors import BrokerUnavailable, PenstockError
 from penstock.registry.queues import (
     GROUP,
     MODELS_KEY,
@@ -52,6 +53,8 @@ from penstock.registry.queues import (
 )
 
 __all__ = ["RedisWorker"]
+
+logger = logging.getLogger("penstock.registry")
 
 _JOBS_PER_CALL: Final = 256
 """Jobs of one call to a script that works through a list, so that no call holds the server for long."""
@@ -131,6 +134,7 @@ class RedisWorker(RedisSpecs):
         for (_, indices), answer in zip(chunks, answers, strict=False):
             for index, status in zip(indices, scripts.statuses(answer), strict=True):
                 statuses[index] = status
+        self._charge_tokens(commits, statuses)
         deliveries: list[Delivery] = []
         for claim, answer in zip(claims, answers[len(chunks) :], strict=True):
             now_ms, is_paused, found = scripts.claimed(claim.slot, answer)
@@ -139,6 +143,21 @@ class RedisWorker(RedisSpecs):
             self._note_clock(now_ms, begun)
             deliveries += found
         return statuses, deliveries
+
+    def _charge_tokens(self, commits: Sequence[Commit], statuses: Sequence[CommitStatus]) -> None:
+        """Charges the tokens of committed texts on the limits of their accounts, which are on a node of their own."""
+        charges = [
+            [meters.token_charge(commit.account, commit.prompt_tokens + commit.generated_tokens)]
+            for commit, status in zip(commits, statuses, strict=True)
+            if commit.account and status is CommitStatus.COMMITTED
+        ]
+        if not charges:
+            return
+        try:
+            self._run(meters.spend(charges))
+        except PenstockError as error:
+            # The jobs are committed and in the usage. A minute of a limit is not worth another try of the commit.
+            logger.warning("tokens were not charged: %s", error)
 
     def arm(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
         """See WorkerEnd.arm."""

@@ -22,11 +22,13 @@ __all__ = [
     "GENERATE",
     "MESSAGES",
     "MOST_SEATS",
+    "MOST_TOKENS",
     "PROFILES",
     "PROMPT",
     "SAMPLING",
     "TOKEN_IDS",
     "TOOLS",
+    "USAGE",
     "Generation",
     "example_inputs",
     "with_signature",
@@ -37,13 +39,16 @@ TOKEN_IDS: Final = "prompt_token_ids"  # noqa: S105 - the name of an input
 MESSAGES: Final = "messages"
 TOOLS: Final = "tools"
 SAMPLING: Final = "sampling_params"
+USAGE: Final = "usage"
+"""An output: tokens of the prompt, generated tokens, and those of the prompt that were not computed anew."""
 
 GENERATE: Final = "generate"
 """The format whose model writes text, token by token."""
 MOST_SEATS: Final = 64
 """Each running request has a thread of the worker."""
 _MOST_URGENT: Final = 16
-_MOST_TOKENS: Final = 1 << 20
+MOST_TOKENS: Final = 1 << 20
+"""Of a prompt and its text together."""
 PROFILES: Final[dict[str, dict[str, Any]]] = {
     "gpu": {"max_model_len": 4096, "max_num_seqs": 32, "page_size": 64},
     "memory_constrained": {"max_model_len": 2048, "max_num_seqs": 8, "page_size": 32, "kv_cache_mb": 64.0},
@@ -60,7 +65,7 @@ _OUTPUTS: Final = (
     {"name": "text", "dtype": "string", "shape": ["choices"]},
     {"name": "token_ids", "dtype": "int64", "shape": ["choices", "tokens"]},
     {"name": "finish_reason", "dtype": "string", "shape": ["choices"]},
-    {"name": "usage", "dtype": "int64", "shape": [3]},
+    {"name": USAGE, "dtype": "int64", "shape": [3]},
     {"name": "logprobs", "dtype": "string", "shape": ["choices"]},
     {"name": "message", "dtype": "string", "shape": ["choices"]},
 )
@@ -71,13 +76,13 @@ class Generation(Section):
 
     profile: Literal["gpu", "memory_constrained"] | None = None
     """Values that are taken together: max_model_len, max_num_seqs, page_size, kv_cache_mb."""
-    max_model_len: Annotated[int | None, Field(ge=2, le=_MOST_TOKENS)] = None
+    max_model_len: Annotated[int | None, Field(ge=2, le=MOST_TOKENS)] = None
     """Most tokens of a prompt and its output together; null: as many as the model knows positions."""
     max_num_seqs: Annotated[int, Field(ge=1, le=MOST_SEATS)] = 16
     """Most requests that run at a time."""
-    max_num_batched_tokens: Annotated[int, Field(ge=1, le=_MOST_TOKENS)] = 512
+    max_num_batched_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 512
     """Most tokens of a step; a longer prompt is computed in chunks, beside the other requests."""
-    page_size: Annotated[int, Field(ge=1, le=_MOST_TOKENS)] = 16
+    page_size: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 16
     """Tokens in a page of keys and values."""
     kv_cache_mb: Annotated[float, Field(gt=0)] = 256.0
     """Megabytes of all pages together."""

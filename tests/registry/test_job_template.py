@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from penstock.registry import admission, envelope
 from penstock.registry.admission import JobBuilder, SubmitOptions
@@ -80,15 +82,16 @@ def made(call: Callable[[], object]) -> Any:
         return type(error), str(error)
 
 
-Job = tuple[SubmitOptions, Any, str]
-"""Options, inputs, reply."""
+Job = tuple[SubmitOptions, Any, str, Any]
+"""Options, inputs, reply, idempotency key."""
 
 
 def plain(keyring: Keyring, spec: ModelSpec, job: Job, found: Any) -> Any:
     """What the plain way makes of a job, with the id of `found`: a given id has no template."""
-    options, inputs, reply = job
+    options, inputs, reply, key = job
     job_id = found.job_id if isinstance(found, Publication) else new_job_id(spec.name)
-    return made(lambda: builder_of(keyring).build(spec, inputs, options, reply=reply, job_id=job_id))
+    builder = builder_of(keyring)
+    return made(lambda: builder.build(spec, inputs, options, reply=reply, idempotency_key=key, job_id=job_id))
 
 
 NUMBERS = [dtype for dtype in DTYPES if dtype != STRING]
@@ -125,7 +128,12 @@ def options() -> st.SearchStrategy[SubmitOptions]:
         traceparent=st.sampled_from(["", "", "", TRACE, "trace"]),
         retry=st.sampled_from([None, None, None, Retry(2), 7]),
         webhook=st.sampled_from([None, None, None, "https://example.com/x", "no url"]),
+        account=st.sampled_from(["", "", "k1"]),
     )
+
+
+KEYS = st.sampled_from([None, None, None, "k", "k", "a" * 255, "\ud800", Name("k"), "", "a" * 256, 7])
+"""Idempotency keys: none, good ones and bad ones."""
 
 
 def values_for(draw: st.DrawFn, tensor: Any) -> Any:
@@ -176,7 +184,7 @@ FORMS: dict[str, Callable[[Any], Any]] = {
 
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[ModelSpec, list[Job]]:
-    """A model, and jobs of few kinds for it: options, inputs, reply."""
+    """A model, and jobs of few kinds for it."""
     spec = draw(specs())
     kinds = [*draw(st.lists(options(), min_size=1, max_size=2)), SubmitOptions()]
     jobs = []
@@ -193,7 +201,7 @@ def calls(draw: st.DrawFn) -> tuple[ModelSpec, list[Job]]:
             inputs = Inputs(inputs)
         elif twist == "none":
             inputs = None
-        jobs.append((draw(st.sampled_from(kinds)), inputs, draw(st.sampled_from(["", "{m}:reply:c"]))))
+        jobs.append((draw(st.sampled_from(kinds)), inputs, draw(st.sampled_from(["", "{m}:reply:c"])), draw(KEYS)))
     return spec, jobs
 
 
@@ -202,27 +210,27 @@ def test_every_job_is_that_of_the_plain_way(case: tuple[ModelSpec, list[Job]], k
     """Equal bytes for an equal id, or an equal error: job by job, and again when the template knows them all."""
     spec, jobs = case
     builder = builder_of(keyring)
-    for options, inputs, reply in jobs * 2:
-        found = made(lambda: builder.build(spec, inputs, options, reply=reply))  # noqa: B023 - called at once
-        assert found == plain(keyring, spec, (options, inputs, reply), found)
+    for options, inputs, reply, key in jobs * 2:
+        build = partial(builder.build, spec, inputs, options, reply=reply, idempotency_key=key)
+        found = made(build)
+        assert found == plain(keyring, spec, (options, inputs, reply, key), found)
 
 
 @given(case=calls(), keyring=st.sampled_from(KEYRINGS))
 def test_every_job_of_one_call_is_that_of_the_plain_way(case: tuple[ModelSpec, list[Job]], keyring: Keyring):
     """Each refused item has its error and its index; an error of the options is that of the call."""
     spec, jobs = case
-    options, _, reply = jobs[0]
-    items = [inputs for _, inputs, _ in jobs] * 2
+    options, _, reply, _ = jobs[0]
+    pairs = [(inputs, key) for _, inputs, _, key in jobs] * 2
     refused: dict[int, Any] = {}
-    pairs = [(inputs, None) for inputs in items]
     many = made(lambda: builder_of(keyring).build_many(spec, pairs, options, reply=reply, refused=refused))
     if isinstance(many, tuple):
-        assert many in [plain(keyring, spec, (options, inputs, reply), None) for inputs in items]
+        assert many in [plain(keyring, spec, (options, inputs, reply, key), None) for inputs, key in pairs]
         return
     rest = iter(many)
-    for index, inputs in enumerate(items):
+    for index, (inputs, key) in enumerate(pairs):
         found = None if index in refused else next(rest)
-        expected = plain(keyring, spec, (options, inputs, reply), found)
+        expected = plain(keyring, spec, (options, inputs, reply, key), found)
         if found is None:
             assert (type(refused[index]), str(refused[index])) == (expected[0], f"Item {index}: {expected[1]}")
         else:
@@ -243,17 +251,19 @@ def sealed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ids
 
 
+@pytest.mark.parametrize("key", [None, "k"])
 @pytest.mark.parametrize("keyring", KEYRINGS, ids=IDS)
 @pytest.mark.parametrize("form", FORMS)
-def test_each_form_of_a_known_shape_is_that_of_the_plain_way(form: str, keyring: Keyring):
+def test_each_form_of_a_known_shape_is_that_of_the_plain_way(form: str, keyring: Keyring, key: str | None):
     """The template knows the shape, and the values are good ones in another form, or bad ones."""
     spec, builder = spec_of(), builder_of(keyring)
-    builder.build(spec, TWO)
+    builder.build(spec, TWO, idempotency_key=key and "first")
     inputs = {"x": FORMS[form](np.arange(8, dtype=np.float32).reshape(2, 4))}
-    found = made(lambda: builder.build(spec, inputs))
-    assert found == plain(keyring, spec, (SubmitOptions(), inputs, ""), found)
+    found = made(lambda: builder.build(spec, inputs, idempotency_key=key))
+    assert found == plain(keyring, spec, (SubmitOptions(), inputs, "", key), found)
     both = {**inputs, "z": 1}
-    assert made(lambda: builder.build(spec, both)) == plain(keyring, spec, (SubmitOptions(), both, ""), None)
+    refused = made(lambda: builder.build(spec, both, idempotency_key=key))
+    assert refused == plain(keyring, spec, (SubmitOptions(), both, "", key), None)
 
 
 LIMITED = {
@@ -317,21 +327,35 @@ def test_uncommon_options_have_a_template_for_one_call(options: SubmitOptions, s
     assert len(sealed) == 3
 
 
-def test_what_depends_on_the_id_or_the_key_goes_the_plain_way(sealed: list[str]):
-    """Jobs with an idempotency key, a given id or a webhook, and those of Celery. None of them spoils a template."""
+def test_jobs_with_a_key_have_a_header_of_their_own(sealed: list[str]):
+    """One plain way for each shape with keys, and one without. Each key has its digest, also in the header."""
+    spec, builder = spec_of(), builder_of(KEYRINGS[1])
+    jobs = builder.build_many(spec, [(ONE, key) for key in ("k1", None, "k2", None, "k1")])
+    assert sealed == [jobs[0].job_id, jobs[1].job_id]
+    opened = [open_job(job.sealed, KEYRINGS[1])[0] for job in jobs]
+    assert [header.idempotency_digest for header in opened] == [job.idempotency_digest for job in jobs]
+    assert [bool(job.idempotency_digest) for job in jobs] == [True, False, True, False, True]
+    assert jobs[0].idempotency_digest == jobs[4].idempotency_digest != jobs[2].idempotency_digest
+    assert jobs[0].fingerprint == jobs[2].fingerprint
+    other = builder.build(spec, {"x": np.zeros((1, 4), np.float32)}, idempotency_key="k1")
+    assert other.idempotency_digest == jobs[0].idempotency_digest
+    assert other.fingerprint != jobs[0].fingerprint
+    assert len(sealed) == 2
+
+
+def test_what_depends_on_the_id_goes_the_plain_way(sealed: list[str]):
+    """Jobs with a given id or a webhook, and those of Celery. None of them spoils a template."""
     spec, builder = spec_of(), builder_of(KEYRINGS[1])
     webhook = SubmitOptions(webhook="https://example.com/x")
     builder.build(spec, ONE)
     sealed.clear()
-    keyed = builder.build_many(spec, [(ONE, "k1"), (ONE, "k2")])
-    assert len({job.idempotency_digest for job in keyed}) == 2
     assert builder.build(spec, ONE, job_id="m.7").job_id == "m.7"
     hooked = builder.build_many(spec, [(ONE, None)] * 2, webhook)
     assert len({job.webhook for job in hooked}) == 2
     lane = [builder.build(spec, ONE, lane=True) for _ in range(2)]
     assert all(open_job(job.sealed, KEYRINGS[1])[0].options.lane for job in lane)
     job = builder.build(spec, ONE)
-    assert (len(sealed), job.idempotency_digest, job.webhook) == (7, "", "")
+    assert (len(sealed), job.idempotency_digest, job.webhook) == (5, "", "")
     assert not open_job(job.sealed, KEYRINGS[1])[0].options.lane
 
 
@@ -343,6 +367,48 @@ def test_options_that_only_compare_as_equal_are_checked(sealed: list[str]):
     assert len(sealed) == 1
     with pytest.raises(InvalidInput, match=r"^deadline_s is a bool\. Expected seconds from now$"):
         builder.build(spec, ONE, SubmitOptions(deadline_s=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "reply"),
+    [
+        (SubmitOptions(priority="high"), "r"),
+        (SubmitOptions(deadline_s=1), "r"),
+        (SubmitOptions(tenant="globex"), "r"),
+        (SubmitOptions(version="1"), "r"),
+        (SubmitOptions(outputs=["y"]), "r"),
+        (SubmitOptions(traceparent=TRACE), "r"),
+        (SubmitOptions(retry=Retry(2)), "r"),
+        (SubmitOptions(webhook="https://example.com/x"), "r"),
+        (SubmitOptions(sticky_key="user 7"), "r"),
+        (SubmitOptions(account="k1"), "r"),
+        (SubmitOptions(), "s"),
+    ],
+    ids=lambda each: str(each)[:60],
+)
+def test_a_call_with_other_arguments_does_not_get_what_the_last_one_had(options: SubmitOptions, reply: str):
+    """Calls of two kinds take turns. Each job is as a builder makes it that has seen no other one."""
+    builder, first, common = builder_of(), spec_of(), SubmitOptions()
+    calls = [(first, common, "r"), (first, options, reply)] * 3
+    # Another spec of the same name: its active version has changed.
+    calls += [(spec_of({**X, "allow_nan": True}), common, "r"), (first, common, "r")]
+    for spec, how, to in calls:
+        made = builder.build(spec, ONE, how, reply=to)
+        alone = builder_of().build(spec, ONE, how, reply=to, job_id=made.job_id)
+        assert structs.replace(made, webhook="") == structs.replace(alone, webhook="")
+        assert builder._template(spec, how, to).spec is spec
+
+
+def test_the_last_template_is_that_of_its_spec():
+    """Also between single calls: another input is checked against its own spec."""
+    builder, first, other = builder_of(), spec_of(), spec_of({**X, "dtype": "int8"})
+    for _ in range(3):
+        for _ in range(2):
+            assert builder.build(first, ONE).job_id
+        with pytest.raises(InvalidInput, match="x"):
+            builder.build(other, {"x": np.full((1, 4), 0.5)})
+        whole = {"x": np.ones((1, 4), np.int8)}
+        assert open_job(builder.build(other, whole).sealed, KEYRINGS[0])[0].content[0].dtype == "int8"
 
 
 def test_another_spec_of_the_name_has_templates_of_its_own():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 import uuid
 
 import pytest
@@ -82,6 +83,20 @@ def test_job_ids_are_uuids_of_version_7():
     for slot, local in map(split_job_id, ids):
         parsed = uuid.UUID(local)
         assert (slot, parsed.version, parsed.variant) == ("minilm", 7, uuid.RFC_4122)
+
+
+def test_job_ids_tell_their_own_time():
+    """Ids of one millisecond begin alike, and those of a later one do not."""
+    seen: set[int] = set()
+    for _ in range(100_000):
+        earliest = time.time_ns() // 1_000_000
+        made = job_time_ms(new_job_id("minilm"))
+        assert made is not None
+        assert earliest <= made <= time.time_ns() // 1_000_000
+        seen.add(made)
+        if len(seen) > 3:
+            break
+    assert len(seen) > 3
 
 
 def test_a_forked_child_makes_other_ids():

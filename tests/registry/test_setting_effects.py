@@ -153,6 +153,7 @@ PROOFS = {
         "producers/gateway/test_openai_batches.py::test_outstanding_jobs_of_a_batch_are_bounded"
     ),
     "server.model_control": "producers/gateway/test_model_control.py::test_versions_are_loaded_and_unloaded",
+    "server.metrics": "producers/gateway/test_models.py::test_metrics_can_be_left_out",
     "server.websocket_idle_s": f"{WEBSOCKET}::test_the_limits_of_a_connection",
     "server.websocket_requests": f"{WEBSOCKET}::test_the_limits_of_a_connection",
     "server.websocket_messages_per_s": f"{WEBSOCKET}::test_the_limits_of_a_connection",

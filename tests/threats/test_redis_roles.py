@@ -123,7 +123,7 @@ def test_producer_does_all_of_its_work(stack: Stack):
 def test_gateway_does_all_of_its_work(stack: Stack, tmp_path: Path):
     """Keys with limits, models and workers, a prediction, a job with its events, cancelling, usage."""
     registry = f"sqlite:///{tmp_path / 'registry.db'}"
-    made = new_api_key("roles", now=0, limits=KeyLimits(requests_per_minute=100, requests_per_day=100))
+    made = new_api_key("roles", now=0, role="admin", limits=KeyLimits(requests_per_minute=100, requests_per_day=100))
     SqlApiKeys(registry).add(made.key)
     gateway = GatewayProcess(
         stack.server,
@@ -139,6 +139,7 @@ def test_gateway_does_all_of_its_work(stack: Stack, tmp_path: Path):
         with gateway.start().client() as client:
             client.headers["X-API-Key"] = made.text
             assert client.get("/health/ready").json()["workers"] >= 1
+            assert client.get("/metrics").status_code == 200
             assert "double" in client.get("/v1/models").text
             predicted = client.post("/v1/models/double:predict", json={"inputs": ROW})
             assert predicted.json()["outputs"]["y"]["data"] == TWICE
@@ -149,7 +150,7 @@ def test_gateway_does_all_of_its_work(stack: Stack, tmp_path: Path):
     finally:
         gateway.stop()
     with closing(RedisStreams.from_url(stack.server.url_of("operator"))) as operator:
-        assert sum(jobs for model in ("double", "counter") for jobs in operator.usage(model).values()) == 2
+        assert sum(used.jobs for model in ("double", "counter") for used in operator.usage(model).values()) == 2
 
 
 async def _submit(url: str) -> Any:
@@ -463,7 +464,6 @@ FORBIDDEN: dict[str, tuple[tuple[str | int, ...], ...]] = {
         ("CONFIG", "GET", "*"),
         ("SET", "{double}:paused", "x"),
         ("SET", "{double}:active", "1 x"),
-        ("HGETALL", "{double}:usage"),
         ("HGETALL", "penstock:model_state:wanted"),
     ),
     # It ends no other's connection, reads no client's replies, and has nothing to do with Celery's keys.

@@ -17,6 +17,7 @@ layer_rules      which keys a layer's queries see
 probe            a decoder is served right, or refused
 attention        the function that the models call
 flat_positions   positions for models that ask their cache
+load_records     what earlier loads have measured and proven
 packing          linear layers with packed weights, where they are faster
 request          one text: its sequence, how its tokens are chosen, its end
 text_group       the texts of one request -> its output
@@ -30,9 +31,12 @@ speculation      the text so far -> guesses of the next tokens
 verification     logits of a step -> tokens of each request, with guesses that were right
 text             tokens -> text as it grows
 chat             messages -> prompt; output -> messages
+prompts          a prompt -> its tokens
 tool_calls       text -> the tools that it calls
 outputs          what the caller gets
 backend          the seam between a job and what writes its text
+predicted_wait   what is ahead of a text -> seconds until it has a seat; pure
+engine_times     times and lengths of late, for reports
 runner           the backend that owns an engine
 server_backend   the backend whose texts another server writes
 server_request   a wish -> the request to that server

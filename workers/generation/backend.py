@@ -17,24 +17,23 @@ from penstock.registry.queues import PriorityName
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.chat import ChatPrompt
 from penstock.workers.generation.outputs import ChatMessage, RequestOutput
+from penstock.workers.generation.prompts import Prompt
 from penstock.workers.observe.metrics import GenerationFigures
 
-__all__ = ["Answer", "Backend", "Delivered", "Prompt", "Wish"]
-
-Prompt = str | Sequence[int]
-"""A text, or its token ids."""
+__all__ = ["Answer", "Backend", "Delivered", "Wish"]
 
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
     """What another run generated and delivered of a request. logprobs: at each token, where the request asks for them.
 
-    text: may be behind or before the tokens.
+    text: may be behind or before the tokens. elapsed_s: since the request began there; its time-out counts from then.
     """
 
     token_ids: Sequence[int] = ()
     text: str = ""
     logprobs: Sequence[dict[int, float]] = ()
+    elapsed_s: float = 0.0
 
 
 def _ignore() -> None:
@@ -75,8 +74,12 @@ class Backend(Protocol):
     def turns(self) -> int:
         """How often it showed progress: one whose number stands still while requests run hangs."""
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Of a prompt and its text together: so many have room; None: it is not known."""
+
     def open(self, wish: Wish) -> Answer:
-        """The request begins. Raises ModelNotReady after `stop`."""
+        """The request begins. Raises InvalidInput for one that cannot run, and ModelNotReady after `stop`."""
 
     def messages(self, output: RequestOutput, prompt: ChatPrompt) -> Sequence[ChatMessage]:
         """The messages of the assistant in the last output of a chat. Raises InvalidInput."""

@@ -52,14 +52,20 @@ def flat_batch(chunks: Sequence[Chunk], page_size: int) -> FlatBatch:
         start = len(ids)
         tables = []
         for chunk in rows:
-            end = chunk.start + chunk.num_tokens
-            pages = chunk.sequence.pages[: -(-end // page_size)]
+            sequence, begin = chunk.sequence, chunk.start
+            end = begin + chunk.num_tokens
+            pages = sequence.pages[: -(-end // page_size)]
             tables.append(pages)
-            ids += chunk.tokens
-            positions += range(chunk.start, end)
-            slots += [pages[at // page_size] * page_size + at % page_size for at in range(chunk.start, end)]
-            if chunk.num_logits:
-                keep += range(len(ids) - chunk.num_logits, len(ids))
+            if chunk.num_tokens == 1:
+                ids.append(sequence.tokens[begin])
+                positions.append(begin)
+                slots.append(pages[-1] * page_size + begin % page_size)
+            else:
+                ids += chunk.tokens
+                positions += range(begin, end)
+                slots += [pages[at // page_size] * page_size + at % page_size for at in range(begin, end)]
+            if (wanted := chunk.num_logits) > 0:
+                keep += range(len(ids) - wanted, len(ids))
                 sampling.append(chunk)
         groups.append(RowGroup(start, rows[0].num_tokens, [chunk.start for chunk in rows], tables))
     return FlatBatch(

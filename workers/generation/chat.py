@@ -1,4 +1,4 @@
-"""Messages and tools -> the prompt that a model's own template writes -> tokens; an output -> messages.
+"""Messages and tools -> the prompt that a model's own template writes; an output -> messages.
 
     messages, tools -> checked -> template of the tokenizer or the caller, in the sandbox of transformers -> text
     output          -> calls of tools parsed -> messages of the assistant
@@ -19,7 +19,7 @@ from penstock.registry.errors import InvalidInput, shown
 from penstock.workers.generation.outputs import ChatMessage, ChatOutput, CompletionOutput, RequestOutput
 from penstock.workers.generation.tool_calls import TOOL_PARSERS, ParsedText, parse_tool_calls, parser_of_template
 
-__all__ = ["ChatPrompt", "chat_output", "chat_prompt", "chat_tokens", "parser_of"]
+__all__ = ["ChatPrompt", "chat_output", "chat_prompt", "parser_of"]
 
 
 class ChatPrompt(NamedTuple):
@@ -45,14 +45,6 @@ def parser_of(tokenizer: Any, prompt: ChatPrompt) -> str | None:
         known = ", ".join(TOOL_PARSERS)
         raise InvalidInput(f"Found tools for a template that shows no form of calls, expected a tool_parser: {known}")
     return parser
-
-
-def chat_tokens(
-    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), template: str | None = None
-) -> list[int]:
-    """The prompt in tokens. The template writes the beginning of a text itself, so nothing is added to it."""
-    text = chat_prompt(tokenizer, messages, tools, template)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def chat_prompt(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Final, Literal
 
 from penstock.registry.errors import ConfigurationError, described, shown
@@ -81,10 +82,14 @@ class Config:
     precision: Precision = "fp32"
     packed_linears: Literal["auto", "on", "off"] = "auto"
     """Weights in oneDNN's layout: auto measures at load and keeps what is faster."""
+    cache_dir: str | Path | None = None
+    """Folder of what a load has measured and proven: later loads of the same do not repeat it. None: none is kept."""
 
     def __post_init__(self) -> None:
         if self.max_model_len is not None:
             _at_least("max_model_len", self.max_model_len, 2)
+        if self.cache_dir is not None and not isinstance(self.cache_dir, str | Path):
+            raise ConfigurationError(f"cache_dir: found {described(self.cache_dir)}, expected the path of a folder")
         for name, value, expected in (
             ("precision", self.precision, _PRECISIONS),
             ("packed_linears", self.packed_linears, _PACKING),

@@ -29,15 +29,17 @@ from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.attention import KeyValuePools
 from penstock.workers.generation.backend import Delivered, Prompt
 from penstock.workers.generation.batch import flat_batch
-from penstock.workers.generation.chat import ChatPrompt, chat_output, chat_tokens, parser_of
+from penstock.workers.generation.chat import ChatPrompt, chat_output, parser_of
 from penstock.workers.generation.config import Config
 from penstock.workers.generation.forward_attempts import Attempted, ForwardAttempts
+from penstock.workers.generation.load_records import LoadRecords
 from penstock.workers.generation.model import Decoder, load_decoder, wrap_decoder
 from penstock.workers.generation.outputs import ChatOutput, EngineStats, FinishReason, RequestOutput
-from penstock.workers.generation.packing import pack
+from penstock.workers.generation.packing import Packing
 from penstock.workers.generation.pages import PagePool
 from penstock.workers.generation.prefix_cache import PrefixCache
 from penstock.workers.generation.probe import probe
+from penstock.workers.generation.prompts import PromptReader
 from penstock.workers.generation.request import GenerationRequest
 from penstock.workers.generation.sampler import Sampled
 from penstock.workers.generation.scheduler import Chunk, Scheduler
@@ -62,9 +64,11 @@ class Engine:
         self.config: Final = config
         self.decoder: Final = decoder
         self._clock: Final = clock
+        self._prompts: Final = PromptReader(decoder.tokenizer, decoder.vocab_size, decoder.max_positions)
         self._structures: Final = StructureCompiler(decoder.tokenizer, decoder.vocab_size, decoder.eos_token_ids)
-        self.packing: Final = pack(decoder.model, config.packed_linears)
-        page_nbytes = probe(decoder, cache.page_size)
+        records = LoadRecords(config.cache_dir)
+        self.packing: Final = Packing(decoder.model, config.packed_linears, records)
+        page_nbytes = probe(decoder, cache.page_size, records, config.packed_linears)
         num_pages = int(cache.kv_cache_mb * 1e6 / page_nbytes)
         if num_pages < 2:
             raise ConfigurationError(
@@ -87,6 +91,9 @@ class Engine:
         self._attempts: Final = ForwardAttempts(self._forward, config.scheduler.max_num_batched_tokens)
         self._lock: Final = threading.RLock()
         self._serials: Final = count()
+        self._steps = 0
+        self._rows = 0
+        self._pages_peak = 0
         self._prompt_tokens = 0
         self._generated = 0
         self._drafts = 0
@@ -166,8 +173,9 @@ class Engine:
         the template shows. Raises InvalidInput before anything is computed.
         """
         prompt = ChatPrompt(messages, tools, chat_template, tool_parser)
-        tokens = self._tokens(prompt)
-        (found,) = self.generate([tokens], sampling_params, priority=priority, tenant=tenant)
+        params = _params(sampling_params)
+        tokens = self._prompts.tokens(prompt, params.max_tokens)
+        (found,) = self.generate([tokens], params, priority=priority, tenant=tenant)
         return chat_output(found, parser_of(self.decoder.tokenizer, prompt), prompt.tool_names)
 
     def add_request(
@@ -199,17 +207,14 @@ class Engine:
                     del self._stepped[request.request_id]
             return [output(request) for request in changed]
 
-    def open(
+    def prepare(
         self,
         request_id: str,
         prompt: Prompt | ChatPrompt,
         params: SamplingParams,
-        *,
-        priority: PriorityName = "normal",
-        tenant: str = "",
         delivered: Delivered | None = None,
     ) -> GenerationRequest:
-        """Adds a request whose outputs the caller takes from it, between calls of `advance` on the same thread.
+        """A request for `admit`: checked, its prompt in tokens, its form compiled. For any thread, beside a step.
 
         delivered: what another engine has delivered of it; this one computes the rest. Raises InvalidInput as
         `add_request` does.
@@ -217,7 +222,15 @@ class Engine:
         request = self._request(request_id, prompt, params, is_streamed=True)
         if delivered is not None:
             request.resume(delivered)
-        return request if request.finish_reason is not None else self._start(request, priority, tenant)
+        return request
+
+    def admit(self, request: GenerationRequest, *, priority: PriorityName = "normal", tenant: str = "") -> None:
+        """Adds a prepared request, whose outputs the caller takes from it, on the thread that calls `advance`.
+
+        Raises InvalidInput for an id that is in use.
+        """
+        if request.finish_reason is None:
+            self._start(request, priority, tenant)
 
     def advance(self) -> None:
         """Computes one step."""
@@ -233,6 +246,12 @@ class Engine:
             return True
 
     @property
+    def most_tokens(self) -> int:
+        """Of a prompt and its text together: what the model and the pages have room for."""
+        # The last token is never computed.
+        return min(self.decoder.max_positions, self.pages.num_usable * self.pages.page_size + 1)
+
+    @property
     def has_unfinished_requests(self) -> bool:
         """Whether a request waits or runs, or `step` has an output to return."""
         return self.scheduler.has_work or bool(self._stepped)
@@ -244,11 +263,13 @@ class Engine:
             return EngineStats(
                 waiting=len(self.scheduler.waiting),
                 running=len(self.scheduler.running),
-                steps=self.scheduler.step,
+                steps=self._steps,
+                rows=self._rows,
                 preemptions=self.scheduler.num_preemptions,
                 prompt_tokens_computed=self._prompt_tokens,
                 tokens_generated=self._generated,
                 pages_used=self.pages.num_used,
+                pages_peak=self._pages_peak,
                 pages_total=self.pages.num_usable,
                 pages_cached=len(prefixes) if prefixes else 0,
                 prefix_tokens_found=prefixes.hits if prefixes else 0,
@@ -260,7 +281,7 @@ class Engine:
     # One step
 
     def _advance(self) -> None:
-        """ends by time -> plan -> forwards, with samples -> record -> ends."""
+        """ends by time -> plan -> one more layer packed -> forwards, with samples -> record -> ends."""
         with self._lock:
             self._end_late()
             plan = self.scheduler.plan(self._guesses())
@@ -268,6 +289,7 @@ class Engine:
                 self._pools.clear(dirty)
             if not plan.chunks:
                 return
+            self.packing.pack_next()
             try:
                 attempted = self._attempts.run(plan.chunks)
             except BaseException:
@@ -334,8 +356,12 @@ class Engine:
             self._finish(request, "timeout")
 
     def _count(self, chunks: Sequence[Chunk]) -> None:
+        self._steps += 1
+        self._rows += len(chunks)
+        self._pages_peak = max(self._pages_peak, self.pages.num_used)
         for chunk in chunks:
-            self._prompt_tokens += max(0, min(chunk.start + chunk.num_tokens, chunk.sequence.num_prompt) - chunk.start)
+            if (left := chunk.sequence.num_prompt - chunk.start) > 0:
+                self._prompt_tokens += min(chunk.num_tokens, left)
 
     # Requests
 
@@ -345,7 +371,7 @@ class Engine:
         """Checks everything that can be known now. Raises InvalidInput."""
         if request_id is None:
             request_id = f"request-{next(self._serials)}"
-        tokens = self._tokens(prompt)
+        tokens = self._prompts.tokens(prompt, params.max_tokens)
         tokenizer = self.decoder.tokenizer
         if params.stop and tokenizer is None:
             raise InvalidInput("stop: found strings for a model without a tokenizer, expected stop_token_ids")
@@ -366,32 +392,12 @@ class Engine:
         add_siblings(request)
         return request
 
-    def _tokens(self, prompt: Prompt | ChatPrompt) -> list[int]:
-        if isinstance(prompt, ChatPrompt):
-            tokens = chat_tokens(self.decoder.tokenizer, prompt.messages, prompt.tools, prompt.template)
-            parser_of(self.decoder.tokenizer, prompt)
-        elif isinstance(prompt, str):
-            if self.decoder.tokenizer is None:
-                raise InvalidInput("Found a text for a model without a tokenizer, expected token ids")
-            tokens = list(self.decoder.tokenizer(prompt)["input_ids"])
-        else:
-            tokens = list(prompt)
-        if not tokens:
-            raise InvalidInput("Found an empty prompt, expected at least one token")
-        most = self.decoder.vocab_size
-        for token in tokens:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < most:
-                raise InvalidInput(f"Found {described(token)} as a token, expected integers from 0 to {most - 1}")
-        return tokens
-
     def _check_fits(self, prompt: int, most: int) -> None:
-        asked = f"a prompt of {prompt} tokens and max_tokens {most}"
-        if prompt + most > self.decoder.max_positions:
-            raise InvalidInput(f"Found {asked}, expected at most {self.decoder.max_positions} together (max_model_len)")
         # The last token is never computed.
         if (needed := self.pages.pages_for(prompt + most - 1)) > self.pages.num_usable:
             raise InvalidInput(
-                f"Found {asked}, which take {needed} pages, expected at most {self.pages.num_usable} (kv_cache_mb)"
+                f"Found a prompt of {prompt} tokens and max_tokens {most}, which take {needed} pages, expected at most "
+                f"{self.pages.num_usable} (kv_cache_mb)"
             )
 
     def _start(self, request: GenerationRequest, priority: str, tenant: str) -> GenerationRequest:

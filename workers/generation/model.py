@@ -44,6 +44,8 @@ class Decoder:
     vocab_size: int
     eos_token_ids: frozenset[int]
     asks_cache_for_positions: bool
+    folder: Path | None = None
+    """Where it was loaded from; None: the caller had the model."""
 
     @property
     def name(self) -> str:
@@ -81,7 +83,9 @@ def load_decoder(folder: str | Path, precision: Precision, max_model_len: int | 
     tokenizer = None
     if any((path / name).is_file() for name in _TOKENIZER_FILES):
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    return wrap_decoder(model, tokenizer, max_model_len)
+    decoder = wrap_decoder(model, tokenizer, max_model_len)
+    decoder.folder = path.resolve()
+    return decoder
 
 
 def wrap_decoder(model: Any, tokenizer: Any, max_model_len: int | None) -> Decoder:

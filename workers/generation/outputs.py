@@ -111,10 +111,15 @@ class EngineStats:
     waiting: int
     running: int
     steps: int
+    """That computed something."""
+    rows: int
+    """Texts in these steps, added up: over `steps`, it is the mean batch."""
     preemptions: int
     prompt_tokens_computed: int
     tokens_generated: int
     pages_used: int
+    pages_peak: int
+    """The most that were used in a step."""
     pages_total: int
     pages_cached: int
     prefix_tokens_found: int

@@ -1,9 +1,12 @@
-"""Linear layers of a decoder -> weights in oneDNN's layout, where a trial at load shows that they are faster.
+"""Linear layers of a decoder -> weights in oneDNN's layout, where a trial shows that they are faster.
 
-    all layers packed -> for each shape: both ways timed at 1, 4, 16 and 64 rows -> from how many rows on, or not at all
+    for each shape: known from an earlier load, or some layers packed and both ways timed at 1, 4, 16 and 64 rows
+                 -> from how many rows on, or not at all
+    layers that gain -> one packed before each step, so that a load and a stream do not wait for all of them
 
-A trial goes through all layers of a shape in turn, as a forward does: one weight alone would stay in the cache of the
-processor. The packed weights take the memory of the layers once more. The probe runs after this, so it proves them too.
+A trial goes through several layers of a shape in turn, as a forward does: one weight alone would stay in the cache of
+the processor. The packed weights take the memory of the layers once more. The probe runs after the trials, so it proves
+layers of each shape.
 
 Importing this module imports torch.
 """
@@ -11,54 +14,105 @@ Importing this module imports torch.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 import torch
 
 from penstock.registry.errors import ConfigurationError
-from penstock.workers.runtime.prepacked import PrepackedLinear, prepack_layers, unpack
+from penstock.workers.generation.load_records import LoadRecords, machine
+from penstock.workers.runtime.prepacked import PrepackedLinear, pack_linears, packable, unpack
 
-__all__ = ["Packing", "least_rows", "pack"]
+__all__ = ["Packing", "least_rows"]
 
 _ROWS: Final = (1, 4, 16, 64)
 _TRIALS: Final = 5
-_MOST_LAYERS: Final = 8
-"""Of a shape in a trial: more take longer to load, and the first weights have left the cache by then."""
+_MOST_LAYERS: Final = 4
+"""Of a shape in a trial: more take longer to load."""
 _GAIN: Final = 1.03
 _NEVER: Final = 1 << 62
+_KIND: Final = "packing"
 
 
-class Packing(NamedTuple):
-    """Layers that are packed, of all that could be, and the bytes of their packed weights."""
+class Packing:
+    """The layers of a model that are packed, now and in the next steps."""
 
-    packed: int
-    layers: int
-    nbytes: int
+    def __init__(self, model: Any, mode: Literal["auto", "on", "off"], records: LoadRecords) -> None:
+        """Changes layers of the model. Raises ConfigurationError for `on` where torch has no such operators.
 
+        auto: tries each shape that the records do not know. on: packs all layers now. off: none.
+        """
+        self.layers = 0
+        """Layers that could be packed."""
+        self.packed = 0
+        """Layers that are packed."""
+        self.nbytes = 0
+        """Of their packed weights."""
+        self._waiting: deque[tuple[list[torch.nn.Linear], int]] = deque()
+        """Layers that share a weight, with their least number of rows."""
+        if mode == "off":
+            return
+        linears = packable(model)
+        if mode == "on" and not linears:
+            raise ConfigurationError("packed_linears: found on, expected auto or off: no layer can be packed here")
+        self.layers = len(linears)
+        shapes: dict[tuple[int, ...], dict[int, list[torch.nn.Linear]]] = defaultdict(lambda: defaultdict(list))
+        for one in linears:
+            shapes[tuple(one.weight.shape)][id(one.weight)].append(one)
+        for alike in shapes.values():
+            self._choose([*alike.values()], mode, records)
+        while mode == "on" and self.pack_next():
+            pass
 
-def pack(model: Any, mode: Literal["auto", "on", "off"]) -> Packing:
-    """Changes the layers of the model. Raises ConfigurationError for `on` where torch has no such operators."""
-    if mode == "off":
-        return Packing(0, 0, 0)
-    layers = prepack_layers(model)
-    if mode == "on" and not layers:
-        raise ConfigurationError("packed_linears: found on, expected auto or off: no layer can be packed here")
-    shapes: dict[tuple[int, ...], list[PrepackedLinear]] = defaultdict(list)
-    for layer in layers:
-        shapes[tuple(layer.weight.shape)].append(layer)
-    kept: list[PrepackedLinear] = []
-    for alike in shapes.values():
-        rows = 1 if mode == "on" else _tried(alike[:_MOST_LAYERS])
-        for layer in alike:
+    @property
+    def waiting(self) -> int:
+        """Layers that will be packed."""
+        return sum(len(sharing) for sharing, _ in self._waiting)
+
+    def pack_next(self) -> bool:
+        """Packs the next weight that waits. Returns False where none does."""
+        if not self._waiting:
+            return False
+        sharing, rows = self._waiting.popleft()
+        for layer in pack_linears(sharing):
+            layer.least_rows = rows
+        self._count(sharing)
+        return True
+
+    def _choose(self, alike: Sequence[list[torch.nn.Linear]], mode: str, records: LoadRecords) -> None:
+        """alike: weights of one shape, each with the layers that share it."""
+        if mode == "on":
+            self._waiting.extend((sharing, 1) for sharing in alike)
+            return
+        facts = _facts(alike[0][0])
+        known = records.read(_KIND, facts)
+        tried: Sequence[list[torch.nn.Linear]] = ()
+        if isinstance(known, dict) and known.get("least_rows") in (None, *_ROWS):
+            rows = known.get("least_rows")
+        else:
+            tried = alike[:_MOST_LAYERS]
+            rows = self._tried(tried)
+            records.write(_KIND, facts, {"least_rows": rows})
+        if rows is not None:
+            self._waiting.extend((sharing, rows) for sharing in alike[len(tried) :])
+
+    def _tried(self, alike: Sequence[list[torch.nn.Linear]]) -> int | None:
+        """The layers of the trial remain packed where packed weights are faster."""
+        layers = [layer for sharing in alike for layer in pack_linears(sharing)]
+        rows = _trial(layers)
+        for layer in layers:
             if rows is None:
                 unpack(layer)
             else:
                 layer.least_rows = rows
-                kept.append(layer)
-    nbytes = sum({id(layer.weight): layer.weight.nbytes for layer in kept}.values())
-    return Packing(len(kept), len(layers), nbytes)
+        for sharing in alike if rows is not None else ():
+            self._count(sharing)
+        return rows
+
+    def _count(self, sharing: Sequence[torch.nn.Linear]) -> None:
+        self.packed += len(sharing)
+        self.nbytes += sharing[0].weight.nbytes
 
 
 def least_rows(dense_s: Sequence[float], packed_s: Sequence[float]) -> int | None:
@@ -74,7 +128,12 @@ def least_rows(dense_s: Sequence[float], packed_s: Sequence[float]) -> int | Non
     return found
 
 
-def _tried(layers: Sequence[PrepackedLinear]) -> int | None:
+def _facts(layer: torch.nn.Linear) -> dict[str, Any]:
+    shape, dtype = list(layer.weight.shape), str(layer.weight.dtype)
+    return {**machine(), "threads": torch.get_num_threads(), "shape": shape, "dtype": dtype}
+
+
+def _trial(layers: Sequence[PrepackedLinear]) -> int | None:
     dense, packed = [], []
     for rows in _ROWS:
         values = torch.randn(rows, layers[0].in_features, dtype=layers[0].weight.dtype)

@@ -3,6 +3,8 @@
     the whole prompt, eager, alone                                  -> logits at each position
     two chunks and a single token, beside another prompt, on pages  -> logits at three of these positions
 
+A folder that was proven on this machine, with the same libraries and the same source, is not probed again.
+
 An architecture that never calls the attention function, calls it twice for a layer, or lets a row depend on others
 gives wrong text and no error. So it is refused here by its name. A window that is longer than the probe is not proven.
 
@@ -11,7 +13,7 @@ Importing this module imports torch.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -19,6 +21,7 @@ from penstock.registry.errors import ConfigurationError
 from penstock.workers.generation import attention
 from penstock.workers.generation.attention import KeyValuePools
 from penstock.workers.generation.batch import flat_batch
+from penstock.workers.generation.load_records import LoadRecords, files_of, machine
 from penstock.workers.generation.model import Decoder
 from penstock.workers.generation.scheduler import Chunk, Sequence
 
@@ -26,6 +29,8 @@ __all__ = ["probe"]
 
 _TOLERANCES: Final = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 """Of the largest logit, or of 1 where that is less."""
+_NO_RECORDS: Final = LoadRecords(None)
+_KIND: Final = "probe"
 _LENGTH: Final = 24
 _LONGEST: Final = 96
 _NEIGHBOUR: Final = 7
@@ -33,8 +38,31 @@ _BEYOND: Final = 8
 """Tokens past the end of the shortest window or chunk."""
 
 
-def probe(decoder: Decoder, page_size: int) -> int:
-    """Returns the bytes that one page takes in all layers. Raises ConfigurationError with the architecture's name."""
+def probe(decoder: Decoder, page_size: int, records: LoadRecords = _NO_RECORDS, packing: str = "off") -> int:
+    """Returns the bytes that one page takes in all layers. packing: of the linear layers, see Config.
+
+    Raises ConfigurationError with the architecture's name.
+    """
+    facts = _facts(decoder, page_size, packing)
+    known = None if facts is None else records.read(_KIND, facts)
+    if isinstance(known, dict) and isinstance(known.get("page_nbytes"), int) and known["page_nbytes"] > 0:
+        return int(known["page_nbytes"])
+    page_nbytes = _proven(decoder, page_size)
+    if facts is not None:
+        records.write(_KIND, facts, {"page_nbytes": page_nbytes})
+    return page_nbytes
+
+
+def _facts(decoder: Decoder, page_size: int, packing: str) -> dict[str, Any] | None:
+    """All that the outcome depends on. None for a model that is of no folder."""
+    if decoder.folder is None:
+        return None
+    model = {"files": files_of(decoder.folder), "dtype": str(decoder.model.dtype), "device": str(decoder.model.device)}
+    own = {"folder": str(decoder.folder), "positions": decoder.max_positions, "page": page_size, "packing": packing}
+    return {**machine(), **model, **own}
+
+
+def _proven(decoder: Decoder, page_size: int) -> int:
     try:
         return _probe(decoder, page_size)
     except ConfigurationError:

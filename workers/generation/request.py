@@ -122,6 +122,8 @@ class GenerationRequest:
         return self.num_generated + ahead + 1 >= self.params.min_tokens and token in self.rules.ending
 
     def _barred(self, ahead: int) -> Tokens[int]:
+        if not (self.params.min_tokens or self.rules.bad_words):
+            return ()
         barred = list(self.rules.ending) if self.num_generated + ahead < self.params.min_tokens else []
         for word in self.rules.bad_words:
             before = len(word) - 1
@@ -192,6 +194,8 @@ class GenerationRequest:
             if self.finish_reason is not None:
                 break
         self._delivered = len(delivered.token_ids)
+        if self.deadline_s is not None:
+            self.deadline_s -= delivered.elapsed_s
         if self.stream is not None:
             self.stream.skip(len(delivered.text))
 

@@ -1,10 +1,11 @@
 """The thread that owns an engine: jobs join and leave between its steps, and a second thread hands their outputs over.
 
-    model threads -- open --> incoming --> engine: add, step, step --> delivery thread --> Wish.sink: each output
-                  -- close -> abort, before the next step                             '--> Ticket.next: the last one
+    model threads -- open: prepare -> incoming -> engine: add, step, step -> delivery thread -> Wish.sink: each output
+                  -- close ---------> abort, before the next step                        '---> Ticket.next: the last one
 
 A job's own thread sleeps until its request has ended. Waking each of them for each output would take the lock of
-Python from the engine hundreds of times a second.
+Python from the engine hundreds of times a second. It prepares the request before: templates, tokenizers and compilers
+of forms may take longer than many steps.
 
 Texts are decoded and handed over in intervals: the first token of each at once, later ones of all together. What the
 model raises for one request ends that one. Any other exception of a step ends the requests of that moment, and no later
@@ -25,6 +26,7 @@ from penstock.registry.errors import ModelNotReady
 from penstock.workers.generation.backend import Wish
 from penstock.workers.generation.chat import ChatPrompt, chat_output, parser_of
 from penstock.workers.generation.engine import Engine
+from penstock.workers.generation.engine_times import EngineTimes
 from penstock.workers.generation.outputs import ChatMessage, RequestOutput
 from penstock.workers.generation.request import GenerationRequest
 from penstock.workers.generation.text_group import has_news, is_finished, output
@@ -39,18 +41,18 @@ _DELIVER_S: Final = 0.06
 _MOST_UNDELIVERED: Final = 2
 """Outputs have the whole text so far: a broker that is away must not make them pile up."""
 _JOIN_S: Final = 10.0
-_MOST_TIMES: Final = 4096
-"""That wait to be reported."""
 
 
 class Ticket:
     """The way of one request's end to the thread that waits for it."""
 
-    def __init__(self, wish: Wish, close: Callable[[Ticket], None]) -> None:
+    def __init__(
+        self, wish: Wish, request: GenerationRequest, opened_at: float, close: Callable[[Ticket], None]
+    ) -> None:
         self.wish: Final = wish
-        self.request: GenerationRequest | None = None
-        """None until the engine has it. The runner's thread owns it."""
-        self.opened_at = 0.0
+        self.request: Final = request
+        """The runner's thread owns it."""
+        self.opened_at: Final = opened_at
         self.handed_at = 0.0
         """When the last output was handed over, in seconds of the runner's clock; 0: none was."""
         self.handed_tokens = 0
@@ -102,8 +104,7 @@ class EngineRunner:
         """When the next outputs are handed over. Together, their events are one write."""
         self._stats = engine.stats()
         """After the last step: the engine's lock is held while a step runs."""
-        self._first_token_s: Final[deque[float]] = deque(maxlen=_MOST_TIMES)
-        self._inter_token_s: Final[deque[float]] = deque(maxlen=_MOST_TIMES)
+        self._times: Final = EngineTimes(engine.config.scheduler)
         self._is_stopping = False
         self._deliveries: Final[SimpleQueue[list[tuple[Ticket, RequestOutput]] | None]] = SimpleQueue()
         self._delivery = threading.Thread(target=self._hand_over, name="delivery", daemon=True)
@@ -111,12 +112,21 @@ class EngineRunner:
         self._delivery.start()
         self._thread.start()
 
+    @property
+    def most_tokens(self) -> int:
+        """See Backend."""
+        return self.engine.most_tokens
+
     def open(self, wish: Wish) -> Ticket:
-        """The request joins before the next step. Raises ModelNotReady after `stop`."""
+        """Prepares the request on this thread; it joins before the next step.
+
+        Raises InvalidInput for a request that cannot run, and ModelNotReady after `stop`.
+        """
+        opened_at = self._clock()
+        request = self.engine.prepare(wish.request_id, wish.prompt, wish.params, wish.delivered)
         if wish.delivered is not None:
             wish.resume()
-        ticket = Ticket(wish, self._leave)
-        ticket.opened_at = self._clock()
+        ticket = Ticket(wish, request, opened_at, self._leave)
         with self._has_news:
             if self._is_stopping:
                 raise ModelNotReady("The engine was stopped")
@@ -138,21 +148,30 @@ class EngineRunner:
 
     def take_figures(self) -> GenerationFigures:
         """The counts of the engine, and the times since the last call."""
-        stats = self._stats
-        first, between = self._first_token_s, self._inter_token_s
+        stats, measured = self._stats, self._times.measured
+        first_token_s, inter_token_s = self._times.take()
         return GenerationFigures(
-            stats.waiting,
-            stats.running,
-            stats.preemptions,
-            stats.prompt_tokens_computed,
-            stats.tokens_generated,
-            stats.pages_used,
-            stats.pages_cached,
-            stats.pages_total,
-            stats.prefix_tokens_queried,
-            stats.prefix_tokens_found,
-            [first.popleft() for _ in range(len(first))],
-            [between.popleft() for _ in range(len(between))],
+            waiting=stats.waiting,
+            running=stats.running,
+            preempted=stats.preemptions,
+            prompt_tokens=stats.prompt_tokens_computed,
+            generated_tokens=stats.tokens_generated,
+            steps=stats.steps,
+            rows=stats.rows,
+            pages_used=stats.pages_used,
+            pages_peak=stats.pages_peak,
+            pages_cached=stats.pages_cached,
+            pages=stats.pages_total,
+            prefix_queried=stats.prefix_tokens_queried,
+            prefix_found=stats.prefix_tokens_found,
+            drafted=stats.draft_tokens,
+            drafts_accepted=stats.draft_tokens_accepted,
+            seats=self.engine.config.scheduler.max_num_seqs,
+            step_s=measured.step_s,
+            seat_s=measured.seat_s,
+            text_s=measured.text_s,
+            first_token_s=first_token_s,
+            inter_token_s=inter_token_s,
         )
 
     def _leave(self, ticket: Ticket) -> None:
@@ -163,14 +182,20 @@ class EngineRunner:
     def _serve(self) -> None:
         self._begin()
         while self._take_in():
+            began = self._clock()
             try:
                 self.engine.advance()
             except BaseException as error:  # a model may raise anything
                 logger.warning("a step of generation failed", extra={"requests": len(self._tickets)}, exc_info=True)
                 self._fail_all(error)
             self.turns += 1
-            self._stats = self.engine.stats()
-            self._deliver()
+            before, self._stats = self._stats, self.engine.stats()
+            now = self._clock()
+            if self._stats.steps > before.steps:
+                self._times.stepped(now - began)
+            self._deliver(now)
+            requests = [ticket.request for ticket in self._tickets.values() if ticket.request is not None]
+            self._times.measure(self.engine.scheduler, requests, now)
         self._fail_all(ModelNotReady("The engine was stopped"))
         self._deliveries.put(None)
 
@@ -200,28 +225,20 @@ class EngineRunner:
             # The job came back before its earlier run here was closed.
             self._fail(earlier, ModelNotReady("Another run of the job has begun"))
         try:
-            ticket.request = self.engine.open(
-                wish.request_id,
-                wish.prompt,
-                wish.params,
-                priority=wish.priority,
-                tenant=wish.tenant,
-                delivered=wish.delivered,
-            )
+            self.engine.admit(ticket.request, priority=wish.priority, tenant=wish.tenant)
         except BaseException as error:  # such as InvalidInput: this request alone cannot run
             ticket.put(error)
             return
         self._tickets[wish.request_id] = ticket
 
-    def _deliver(self) -> None:
-        now = self._clock()
+    def _deliver(self, now: float) -> None:
         # While the delivery thread waits for the broker, what is new comes together.
         if is_due := now >= self._deliver_at and self._deliveries.qsize() < _MOST_UNDELIVERED:
             self._deliver_at = now + _DELIVER_S
         outputs: list[tuple[Ticket, RequestOutput]] = []
         for ticket in [*self._tickets.values()]:
             request = ticket.request
-            if request is None or not has_news(request):
+            if not has_news(request):
                 continue
             has_ended = is_finished(request)
             if request.failure is not None:
@@ -235,15 +252,16 @@ class EngineRunner:
                     self._fail(ticket, error)
                     continue
             if has_ended:
+                self._times.ended(request)
                 del self._tickets[ticket.wish.request_id]
         if outputs:
             self._deliveries.put(outputs)
 
     def _time(self, ticket: Ticket, tokens: int, now: float) -> None:
         if not ticket.handed_at:
-            self._first_token_s.append(now - ticket.opened_at)
+            self._times.first_token(now - ticket.opened_at)
         elif (new := tokens - ticket.handed_tokens) > 0:
-            self._inter_token_s.append((now - ticket.handed_at) / new)
+            self._times.later_tokens(now - ticket.handed_at, new)
         ticket.handed_at, ticket.handed_tokens = now, tokens
 
     def _hand_over(self) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from penstock.workers.generation.config import SchedulerConfig
 from penstock.workers.generation.pages import PagePool
@@ -68,8 +68,7 @@ class Sequence:
         return len(self.tokens) - self.num_computed
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """`num_tokens` of a sequence from `start`, the last of them drafts. samples: they reach the sequence's last token.
 
     Drafts are guesses of the tokens behind the last one. The logits before and at each of them are wanted.
@@ -200,16 +199,22 @@ class Scheduler:
         # A seat has a token of the budget, so no decoding request waits for a long prompt.
         decoding = [one for one in ordered if one.num_left == 1]
         spare = budget - len(decoding)
-        for sequence in (*decoding, *(one for one in ordered if one.num_left > 1)):
-            if sequence in victims or budget == 0:
+        for sequence in decoding:
+            if (victims and sequence in victims) or not self._grow(sequence, 1, victims):
+                continue
+            taken: tuple[int, ...] = ()
+            if drafts:
+                taken = self._room_for(sequence, drafts.get(sequence.request_id, ())[:spare])
+                spare -= len(taken)
+            planned.append(Chunk(sequence, sequence.num_computed, 1 + len(taken), taken))
+            budget -= 1 + len(taken)
+        for sequence in ordered if len(decoding) < len(ordered) else ():
+            if sequence.num_left == 1 or sequence in victims or budget == 0:
                 continue
             number = self._chunk_tokens(sequence, budget, is_alone=not decoding)
             if self._grow(sequence, number, victims):
-                guesses = drafts.get(sequence.request_id, ())[:spare] if sequence.num_left == 1 else ()
-                taken = self._room_for(sequence, guesses)
-                planned.append(Chunk(sequence, sequence.num_computed, number + len(taken), taken))
-                spare -= len(taken)
-                budget -= number + len(taken)
+                planned.append(Chunk(sequence, sequence.num_computed, number))
+                budget -= number
         return victims
 
     def _chunk_tokens(self, sequence: Sequence, budget: int, *, is_alone: bool) -> int:
@@ -232,8 +237,11 @@ class Scheduler:
 
         No victim is planned yet: only decoding requests lack pages, they are planned in order, and the last gives way.
         """
+        needed = sequence.num_computed + number
+        if needed <= len(sequence.pages) * self.pages.page_size:
+            return True
         while True:
-            missing = self.pages.pages_for(sequence.num_computed + number) - len(sequence.pages)
+            missing = self.pages.pages_for(needed) - len(sequence.pages)
             if (pages := self.pages.allocate(max(0, missing))) is not None:
                 sequence.pages.extend(pages)
                 return True
@@ -308,10 +316,11 @@ class Scheduler:
         sequence.num_published = len(shared)
         # The prefix cache does not know all of a donor's pages, so it can know none behind them.
         sequence.parent = None if is_donated else cached[-1].uid if cached else 0
-        if prefixes is not None:
-            prefixes.queries += len(sequence.tokens)
-            prefixes.hits += len(cached) * self.pages.page_size
         if not sequence.num_preempted:
+            # Its own pages, found again after a preemption, would look like a use of the cache.
+            if prefixes is not None:
+                prefixes.queries += len(sequence.tokens)
+                prefixes.hits += len(cached) * self.pages.page_size
             sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
         return True
 

@@ -17,13 +17,14 @@ import json
 import os
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import numpy as np
 
 from penstock.registry.errors import ConfigurationError, InputRefused, InvalidInput, ModelError, NonFiniteOutput
-from penstock.registry.generation_inputs import read_chat, read_params
-from penstock.registry.package import Package
+from penstock.registry.generation_inputs import read_chat, read_params, with_limit
+from penstock.registry.package import ModelSpec, Package
 from penstock.registry.package.generation import MESSAGES, PROMPT, TOKEN_IDS, example_inputs
 from penstock.registry.package.manifest import Manifest
 from penstock.registry.queues import PriorityName
@@ -45,6 +46,7 @@ _LOOK_S: Final = 0.5
 """A job that gets no output looks so often whether it was cancelled."""
 _PRECISIONS: Final = {"auto": "fp32", "fp32": "fp32", "bf16": "bf16"}
 _CONTENT: Final = "content_hash"
+_BEGUN: Final = "begun_ms"
 
 
 @runtime_checkable
@@ -54,6 +56,10 @@ class ResumableContext(StreamContext, Protocol):
     @property
     def priority(self) -> PriorityName:
         """The priority of the job."""
+
+    @property
+    def now_ms(self) -> int:
+        """Milliseconds by a clock that all workers share."""
 
     def chunk(self, values: Mapping[str, Array], /) -> None:
         """Sends values to subscribers."""
@@ -71,8 +77,10 @@ class ResumableContext(StreamContext, Protocol):
 class GenerateRuntime(PackageRuntime):
     """Runs a decoder in an engine of its own, or has its texts written by another server."""
 
-    def __init__(self, package: Package, options: LoadOptions | None = None) -> None:
+    def __init__(self, package: Package, options: LoadOptions | None = None, cache_dir: Path | None = None) -> None:
+        """cache_dir: of the engine, see Config."""
         super().__init__(package, options)
+        self._cache_dir: Final = cache_dir
         self._backend: Backend | None = None
 
     def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
@@ -100,13 +108,15 @@ class GenerateRuntime(PackageRuntime):
         backend = self._loaded
         try:
             params, prompt = read_params(inputs), _prompt(inputs)
+            wish = Wish(context.job_id or _WARM_UP, prompt, _seeded(params, context.job_id), tenant=context.tenant)
+            # Several texts come at the end, and a worker that takes their job over writes them anew.
+            if isinstance(context, ResumableContext) and params.num_candidates == 1:
+                delivered = self._delivered(context, params)
+                first = {_CONTENT: _text(self.content_hash), _BEGUN: np.array(context.now_ms, np.int64)}
+                sink = _Sink(context, params, first)
+                wish = replace(wish, priority=context.priority, delivered=delivered, resume=sink.resume, sink=sink)
         except InvalidInput as error:
             raise InputRefused(str(error)) from None
-        wish = Wish(context.job_id or _WARM_UP, prompt, _seeded(params, context.job_id), tenant=context.tenant)
-        # Several texts come at the end, and a worker that takes their job over writes them anew.
-        if isinstance(context, ResumableContext) and params.num_candidates == 1:
-            delivered, sink = self._delivered(context, params), _Sink(context, params, self.content_hash)
-            wish = replace(wish, priority=context.priority, delivered=delivered, resume=sink.resume, sink=sink)
         try:
             output = yield from _whole(backend, wish, context)
             return {} if output is None else self._answer(output, prompt, context.job_id)
@@ -116,6 +126,11 @@ class GenerateRuntime(PackageRuntime):
     def take_figures(self) -> GenerationFigures | None:
         """The figures of the engine, with the times since the last call; None until it is loaded."""
         return None if self._backend is None else self._backend.take_figures()
+
+    def announced(self) -> ModelSpec:
+        """The spec for those who submit jobs, with the most tokens for which the loaded engine has room."""
+        most = None if self._backend is None else self._backend.most_tokens
+        return self.spec if most is None else with_limit(self.spec, most)
 
     @property
     def _loaded(self) -> Backend:
@@ -151,7 +166,7 @@ class GenerateRuntime(PackageRuntime):
         precision = _PRECISIONS.get(self.precision)
         if precision is None:
             raise ConfigurationError(f"{spec.reference}: precision: found {self.precision}, expected fp32 or bf16")
-        options = {**spec.generate.engine_options(), "precision": precision}
+        options = {**spec.generate.engine_options(), "precision": precision, "cache_dir": self._cache_dir}
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
@@ -205,9 +220,10 @@ class GenerateRuntime(PackageRuntime):
             tokens = [int(token) for chunk in chunks for token in chunk["token_ids"].tolist()]
             text = "".join(str(chunk["text"]) for chunk in chunks)
             logprobs = [one for chunk in chunks for one in _read_logprobs(chunk)] if params.logprobs is not None else []
+            elapsed_s = max(0, context.now_ms - int(chunks[0][_BEGUN])) / 1000
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise ModelError("The delivered events are not those of a text. Expected chunks of text") from error
-        return Delivered(tokens, text, logprobs)
+        return Delivered(tokens, text, logprobs, elapsed_s)
 
 
 _WARM_UP: Final = "warm-up"
@@ -215,16 +231,16 @@ _WARM_UP: Final = "warm-up"
 
 class _Sink:
     """Sends the outputs of one request as chunks. The first chunk of a text names the model's content, so that no other
-    model continues it."""
+    model continues it, and the time at which the text began."""
 
-    def __init__(self, context: ResumableContext, params: SamplingParams, begins_with: str) -> None:
+    def __init__(self, context: ResumableContext, params: SamplingParams, begins_with: Mapping[str, Array]) -> None:
         self._context = context
         self._has_logprobs = params.logprobs is not None
         self._begins_with = begins_with
 
     def resume(self) -> None:
         """The outputs to come continue the chunks of an earlier run."""
-        self._begins_with = ""
+        self._begins_with = {}
         self._context.resume()
 
     def __call__(self, output: RequestOutput) -> bool:
@@ -232,10 +248,8 @@ class _Sink:
             return True
         if output.delta_text or output.delta_token_ids:
             chunk = _chunk(output, self._has_logprobs)
-            if self._begins_with:
-                chunk[_CONTENT] = _text(self._begins_with)
-                self._begins_with = ""
-            self._context.chunk(chunk)
+            self._context.chunk({**chunk, **self._begins_with})
+            self._begins_with = {}
         return False
 
 
@@ -264,7 +278,8 @@ def _prompt(inputs: Mapping[str, Array]) -> Prompt | ChatPrompt:
     if (text := inputs.get(PROMPT)) is not None:
         return str(text[0])
     if (tokens := inputs.get(TOKEN_IDS)) is not None:
-        return [int(token) for token in tokens[0].tolist()]
+        ids: list[int] = tokens[0].tolist()
+        return ids
     raise InvalidInput(f"Found no prompt. Expected one of the inputs {PROMPT}, {TOKEN_IDS} and {MESSAGES}")
 
 

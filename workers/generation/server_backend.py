@@ -67,6 +67,8 @@ class ServerBackend:
         self.stopped: Final = threading.Event()
         self.turns = 0
         """See Backend. A job that waits shows progress: each wait has a time-out of its own."""
+        self.most_tokens: Final = None
+        """See Backend. The server knows; the package may say so as max_model_len."""
 
     def open(self, wish: Wish) -> ServerAnswer:
         """See Backend. Raises InvalidInput for fields that the server does not obey."""
@@ -96,7 +98,9 @@ class ServerAnswer:
         self._text: Final = ServerText(wish)
         self._call: ServerCall | None = None
         self._has_sent = False
-        self._ends_at = None if wish.params.timeout_s is None else backend.clock() + wish.params.timeout_s
+        elapsed_s = 0.0 if wish.delivered is None else wish.delivered.elapsed_s
+        limit_s = wish.params.timeout_s
+        self._ends_at = None if limit_s is None else backend.clock() + limit_s - elapsed_s
         self._steps: Final = self._outputs()
 
     def next(self, timeout_s: float) -> RequestOutput | None:

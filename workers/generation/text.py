@@ -7,7 +7,7 @@ Only the last pieces are decoded again, so the cost of a token does not grow wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 __all__ = ["TextStream", "decode"]
@@ -19,8 +19,21 @@ _MOST_INCOMPLETE: Final = 3
 
 def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
     """The text of the tokens, without special ones, as it is: no spaces are removed before punctuation."""
-    text: str = tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return text
+    return _decoding(tokenizer)(list(tokens))
+
+
+def _decoding(tokenizer: Any) -> Callable[[list[int]], str]:
+    """The call behind a fast tokenizer's own `decode`, which takes several times as long for the few tokens of a step.
+
+    That is used where a class may have changed it.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    if getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode:
+        decode_fast: Callable[..., str] = tokenizer.backend_tokenizer.decode
+        return lambda tokens: decode_fast(tokens, skip_special_tokens=True)
+    decode_any: Callable[..., str] = tokenizer.decode
+    return lambda tokens: decode_any(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 class TextStream:
@@ -28,7 +41,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
         self.stopped_by: str | None = None
-        self._tokenizer: Final = tokenizer
+        self._decode: Final = _decoding(tokenizer)
         self._stops: Final = tuple(stops)
         self._longest: Final = max(map(len, stops), default=1)
         self._tokens: list[int] = []
@@ -83,8 +96,8 @@ class TextStream:
             self._extend(is_last=False)
 
     def _extend(self, *, is_last: bool) -> None:
-        before = decode(self._tokenizer, self._tokens[self._context : self._read])
-        found = decode(self._tokenizer, self._tokens[self._context :])
+        before = self._decode(self._tokens[self._context : self._read])
+        found = self._decode(self._tokens[self._context :])
         stable = found if is_last else _without_incomplete(found)
         searched_from = max(0, len(self._text) - self._longest - _MOST_INCOMPLETE)
         self._text = self._whole + stable[len(before) :]

@@ -54,7 +54,7 @@ def has_news(first: GenerationRequest) -> bool:
     """Whether an output would differ from the last one. Which texts are the best is known at the end."""
     if first.params.num_candidates > first.params.n:
         return is_finished(first) and not first.is_closed
-    return any(each.has_own_news for each in members(first))
+    return first.has_own_news or any(each.has_own_news for each in first.siblings)
 
 
 def output(first: GenerationRequest) -> RequestOutput:

@@ -33,11 +33,12 @@ def sampled_tokens(
     at = 0
     for chunk in chunks:
         request = requests[chunk.sequence.request_id]
+        number = chunk.num_logits
         if chunk.sequence.wants_prompt_logits:
-            request.add_prompt_logits(chunk.start, logits[at : at + chunk.num_logits])
-        at += chunk.num_logits
+            request.add_prompt_logits(chunk.start, logits[at : at + number])
+        at += number
         if chunk.samples:
-            rows += [request.sampling_row(number) for number in range(1 + len(chunk.drafts))]
+            rows += [request.sampling_row(ahead) for ahead in range(1 + len(chunk.drafts))]
             places += range(at - 1 - len(chunk.drafts), at)
             sampling.append(chunk)
     if not rows:

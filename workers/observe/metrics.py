@@ -70,18 +70,28 @@ class BatchStats(msgspec.Struct, frozen=True, gc=False):
 
 
 class GenerationFigures(msgspec.Struct, frozen=True, gc=False):
-    """What an engine has counted since it was loaded. first_token_s, inter_token_s: the times since the last report."""
+    """What an engine has counted since it was loaded, and its present state. first_token_s, inter_token_s: the times
+    since the last report. step_s: of late; seat_s, text_s: see predicted_wait; None: not known yet."""
 
     waiting: int
     running: int
     preempted: int
     prompt_tokens: int
     generated_tokens: int
+    steps: int
+    rows: int
     pages_used: int
+    pages_peak: int
     pages_cached: int
     pages: int
     prefix_queried: int
     prefix_found: int
+    drafted: int
+    drafts_accepted: int
+    seats: int
+    step_s: float | None
+    seat_s: float | None
+    text_s: float | None
     first_token_s: Sequence[float]
     inter_token_s: Sequence[float]
 
@@ -90,9 +100,22 @@ class GenerationFigures(msgspec.Struct, frozen=True, gc=False):
         return {
             table.GENERATING: {"waiting": self.waiting, "running": self.running},
             table.TOKENS: {"prompt": self.prompt_tokens, "generated": self.generated_tokens},
-            table.PAGES: {"used": self.pages_used, "cached": self.pages_cached, "all": self.pages},
+            table.PAGES: {
+                "used": self.pages_used,
+                "peak": self.pages_peak,
+                "cached": self.pages_cached,
+                "all": self.pages,
+            },
             table.PREFIX_TOKENS: {"queried": self.prefix_queried, "found": self.prefix_found},
+            table.DRAFT_TOKENS: {"drafted": self.drafted, "accepted": self.drafts_accepted},
         }
+
+    def as_report(self) -> dict[str, Any]:
+        """The figures without the times of tokens, as the worker's report has them."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if name not in _TIMES}
+
+
+_TIMES: Final = ("first_token_s", "inter_token_s")
 
 
 class _Histogram:
@@ -315,13 +338,18 @@ class InferenceMetrics(Collector):
         """Set how many instances of a version were lost so far."""
         self._set(table.INSTANCES_LOST, (model, version, ""), count)
 
-    def generation(self, model: str, version: str, figures: GenerationFigures) -> None:
-        """Set the figures of a version's engine, and report the times since the last call."""
+    def generation(self, model: str, version: str, figures: GenerationFigures, wait_s: float | None = None) -> None:
+        """Set the figures of a version's engine, and report the times since the last call. wait_s: the predicted wait;
+        None: not known."""
         labels = (model, version, "")
         for metric, kinds in figures.by_kind().items():
             for kind, value in kinds.items():
                 self._set(metric, (*labels, kind), value)
         self._set(table.PREEMPTED, labels, figures.preempted)
+        self._set(table.STEPS, labels, figures.steps)
+        self._set(table.ROWS, labels, figures.rows)
+        if wait_s is not None:
+            self._set(table.PREDICTED_WAIT, labels, wait_s)
         if not (figures.first_token_s or figures.inter_token_s):
             return
         with self._lock:

@@ -17,7 +17,7 @@ Importing this module imports torch. Only a loaded torch model imports it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -28,7 +28,7 @@ from torch.nn.functional import gelu, linear
 
 from penstock.workers.runtime.compilable import CompilationRefused
 
-__all__ = ["Packing", "PrepackedLinear", "can_prepack", "prepack", "prepack_layers", "unpack"]
+__all__ = ["Packing", "PrepackedLinear", "can_prepack", "pack_linears", "packable", "prepack", "unpack"]
 
 _DTYPES: Final = (torch.float32, torch.bfloat16)
 _LEAST_ROWS: Final = 8
@@ -119,7 +119,7 @@ def prepack(module: torch.nn.Module) -> Packing:
     A layer remains as it is where it is a subclass, has hooks, is in training or lies on a GPU. Weights that layers
     share are packed once. Raises CompilationRefused where no layer can be packed, or the packed weights are too large.
     """
-    linears = _with_operators(module)
+    linears = packable(module)
     nbytes = sum(weight.nbytes for weight in {id(one.weight): one.weight for one in linears}.values())
     if not linears:
         raise CompilationRefused("Found no linear layer that can be packed, expected one in fp32 or bf16 on a CPU")
@@ -127,7 +127,7 @@ def prepack(module: torch.nn.Module) -> Packing:
         raise CompilationRefused(
             f"The packed weights would take {nbytes / 1e6:.0f} MB, expected at most {_MOST_BYTES / 1e6:.0f}"
         )
-    _pack(linears)
+    pack_linears(linears)
     pairs = list(_pairs(module))
     for parent, layer, activation in pairs:
         vars(parent.get_submodule(layer)).update(has_gelu=True)
@@ -135,31 +135,28 @@ def prepack(module: torch.nn.Module) -> Packing:
     return Packing(len(linears), len(pairs), nbytes)
 
 
-def prepack_layers(module: torch.nn.Module) -> list[PrepackedLinear]:
-    """Packs as `prepack` does, without activations and without a bound. Returns the layers; none where none can be."""
-    return _pack(_with_operators(module))
-
-
-def unpack(layer: PrepackedLinear) -> None:
-    """Makes it the nn.Linear again that it was before `prepack_layers`."""
-    for name in ("packed", "has_gelu", "least_rows"):
-        vars(layer).pop(name, None)
-    layer.__class__ = torch.nn.Linear  # type: ignore[assignment]
-
-
-def _with_operators(module: torch.nn.Module) -> list[torch.nn.Linear]:
+def packable(module: torch.nn.Module) -> list[torch.nn.Linear]:
+    """The layers that `prepack` packs; none where torch has no operators for them."""
     return [one for one in _linears(module) if _has_operators(one.weight.dtype)]
 
 
-def _pack(linears: list[torch.nn.Linear]) -> list[PrepackedLinear]:
+def pack_linears(linears: Sequence[torch.nn.Linear]) -> list[PrepackedLinear]:
+    """Packs layers of `packable`, without activations. Weights that they share are packed once."""
     packed = {key: _Packed(weight) for key, weight in {id(one.weight): one.weight for one in linears}.items()}
     made = []
     for one in linears:
         # The same object: code of the module may hold the layer in a place where no child is looked for.
-        one.__class__ = PrepackedLinear
         vars(one).update(packed=packed[id(one.weight)], has_gelu=False)
+        one.__class__ = PrepackedLinear
         made.append(cast(PrepackedLinear, one))
     return made
+
+
+def unpack(layer: PrepackedLinear) -> None:
+    """Makes it the nn.Linear again that it was before `pack_linears`."""
+    layer.__class__ = torch.nn.Linear  # type: ignore[assignment]
+    for name in ("packed", "has_gelu", "least_rows"):
+        vars(layer).pop(name, None)
 
 
 def _linears(module: torch.nn.Module) -> Iterator[torch.nn.Linear]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import cast
 
@@ -35,14 +36,16 @@ class EventStream:
         keyring: Keyring,
         max_bytes: int,
         read: Callable[[str], list[StreamEntry]] = lambda _: [],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """read: the entries of the event stream of a job, by its id. Raises BrokerUnavailable."""
+        """read: the entries of a job's event stream, by its id. Raises BrokerUnavailable. clock: as for `claimed`."""
         self._job = job
         self._touch = touch
         self._writer = writer
         self._outbox = Outbox(job, keyring, max_bytes)
         self._keyring = keyring
         self._read = read
+        self._clock = clock
         self._max_chunk_bytes = min(max_bytes, MAX_CHUNK_BYTES)
         self._content: tuple[Tensor, ...] | None = None
         self._is_over = False
@@ -61,6 +64,12 @@ class EventStream:
     def priority(self) -> PriorityName:
         """The priority of the job."""
         return cast(PriorityName, self._job.delivery.priority.label)
+
+    @property
+    def now_ms(self) -> int:
+        """Milliseconds by the broker's clock: those at the claim, and what has passed here since."""
+        job = self._job
+        return int(job.delivery.accepted_ms + job.queue_ms + (self._clock() - job.claimed) * 1000)
 
     def alive(self) -> None:
         """Show progress without an event."""

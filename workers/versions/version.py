@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final, NamedTuple
 
 from penstock.registry.deployment import Deployment, Routing
@@ -216,8 +216,9 @@ class ServedVersion:
 
     @cached_property
     def spec_json(self) -> bytes:
-        """The spec as workers announce it, again and again; see ModelSpec.to_json."""
-        return self.spec.to_json()
+        """The spec as workers announce it, again and again; see ModelSpec.to_json. A load may lower its limits."""
+        runtime = self.runtime
+        return (runtime.announced() if isinstance(runtime, GenerateRuntime) else self.spec).to_json()
 
     @property
     def content_hash(self) -> str:
@@ -245,6 +246,7 @@ class ServedVersion:
         """The runtime is ready for forwards since `now`, in monotonic seconds."""
         runtime = self.runtime
         self.state, self.problem, self.last_problem = VersionState.READY, "", ""
+        self.__dict__.pop("spec_json", None)
         self.used_at = now
         self.queue.forget_forwards()
         self.last_hash = runtime.content_hash
@@ -303,7 +305,7 @@ class ServedVersion:
             precision=self.policy.precision,
             warmup_requests=self._config.compilation.warmup_requests,
             runtime_hosts=self._config.runtime_hosts,
-            generate=GenerateRuntime,
+            generate=partial(GenerateRuntime, cache_dir=self._config.compilation.cache_dir / "generation"),
         )
 
     @property

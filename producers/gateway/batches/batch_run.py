@@ -1,6 +1,7 @@
 """One batch in one process: lines -> jobs at low priority -> ended lines. A restart goes on where the files end.
 
-    lines not done --> chunks --> prepare --> submit_lines --> gather --> Journal
+    lines not done --> chunks --> prepare --> pay --> submit_items --> answers --> Journal
+                          |          |         '-- a limit of the caller is spent: the lines wait
                           |          '-- refused: that line fails
                           '-- at most `max_outstanding` jobs at a time; a full queue makes the chunk wait
 
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -21,8 +21,8 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 from penstock.producers.async_client import AsyncJobHandle
 from penstock.producers.gateway.batches.journal import EndedLine, Journal
 from penstock.producers.gateway.batches.lines import Line, LineRequest, custom_id_of, open_line
-from penstock.producers.gateway.fleet import GatewayClient
-from penstock.producers.gathering import ENDS, Gathered
+from penstock.producers.gateway.callers import Entry
+from penstock.producers.gateway.fleet import Answered, GatewayClient
 from penstock.registry.admission import SubmitOptions
 from penstock.registry.errors import (
     BadApiKey,
@@ -31,6 +31,7 @@ from penstock.registry.errors import (
     JobLost,
     PenstockError,
     QueueFull,
+    RateLimited,
     ResultGone,
     Retryable,
     Unauthorized,
@@ -61,24 +62,20 @@ _STOPPED: Final[Mapping[StopCode, str]] = {
 
 
 class LineJob(NamedTuple):
-    """The job of a line. write: its outputs, version and id -> the JSON of the answer, which may tell the version.
-
-    tells_version: whether it does; else `write` gets an empty one, which saves a second look at the result.
-    """
+    """The job of a line. write: its outputs, version and id -> the JSON of the answer."""
 
     model: str
     inputs: Mapping[str, object]
     version: str | None
     outputs: tuple[str, ...]
     write: Callable[[Mapping[str, Array], str, str], bytes]
-    tells_version: bool = True
     tokens: int = 0
     """Of the inputs, where they are counted."""
 
 
 Endpoint: TypeAlias = Callable[[bytes], Awaitable[LineJob]]
 """The body of a request -> its job. Raises as a request would."""
-Resume: TypeAlias = Callable[[str, str], Awaitable[None]]
+Resume: TypeAlias = Callable[[str, str], Awaitable[Entry]]
 """The id of a key and a tenant: the present task acts for that caller. Raises BadApiKey and RegistryUnavailable."""
 WriteError: TypeAlias = Callable[[Exception], tuple[int, bytes]]
 """An error -> the status and the body that a request would get."""
@@ -90,6 +87,8 @@ class _Pending:
     custom_id: str
     job: LineJob
     losses: int = 0
+    is_paid: bool = False
+    """Whether it was charged on the limits of the caller."""
 
 
 @dataclass(slots=True)
@@ -98,7 +97,7 @@ class BatchRun:
 
     client: GatewayClient
     batch_id: str
-    resume: Callable[[], Awaitable[None]]
+    resume: Callable[[], Awaitable[Entry]]
     url: str
     endpoint: Endpoint
     write_error: WriteError
@@ -143,56 +142,111 @@ class BatchRun:
     async def _run_chunk(self, chunk: Sequence[Line], places: asyncio.Semaphore) -> None:
         try:
             ended: list[EndedLine] = []
-            pending = [found for line in chunk if (found := await self._prepare(line, ended)) is not None]
-            for group in _groups(pending):
-                ended += await self._answers(group)
+            pending = await self._prepare_all(chunk, ended)
             self.journal.write(ended)
+            for group in _groups(pending):
+                await self._run_group(group)
         finally:
             places.release()
 
-    async def _prepare(self, line: Line, ended: list[EndedLine]) -> _Pending | None:
-        """The job of a line; None: the line has ended without one."""
-        if self.is_stopped:
-            ended.append(self._unrun(line.number, custom_id_of(line)))
-            return None
+    async def _prepare_all(self, chunk: Sequence[Line], ended: list[EndedLine]) -> list[_Pending]:
+        """The jobs of the lines; those that have ended without one are added to `ended`."""
+        refusal: PenstockError | None = None
         try:
-            request = open_line(line, self.url)
-        except InvalidInput as error:
-            ended.append(EndedLine(line.number, custom_id_of(line), 0, "", None, "invalid_request", str(error)))
-            return None
-        return await self._prepared(line, request, ended)
+            await self._enter()
+        except PenstockError as error:
+            refusal = error
+        found: list[_Pending] = []
+        for line in chunk:
+            if self.is_stopped:
+                ended.append(self._unrun(line.number, custom_id_of(line)))
+                continue
+            try:
+                request = open_line(line, self.url)
+            except InvalidInput as error:
+                text = str(error)
+                ended.append(EndedLine(line.number, custom_id_of(line), 0, "", None, "invalid_request", text))
+                continue
+            try:
+                if refusal is not None:
+                    raise refusal
+                if (job := await self._job_of(request)) is None:
+                    ended.append(self._unrun(line.number, request.custom_id))
+                else:
+                    found.append(_Pending(line, request.custom_id, job))
+            except PenstockError as error:
+                ended.append(self._failed(line.number, request.custom_id, "", error))
+        return found
 
-    async def _prepared(self, line: Line, request: LineRequest, ended: list[EndedLine]) -> _Pending | None:
+    async def _enter(self) -> Entry | None:
+        """The present task acts for the caller of the batch. None: the run was stopped before.
+
+        Raises BadApiKey: a key that was revoked does not come back.
+        """
         pause_s = _FIRST_PAUSE_S
         while not self.is_stopped:
             try:
-                await self.resume()
-                return _Pending(line, request.custom_id, await self.endpoint(bytes(request.body)))
-            except PenstockError as error:
-                # A key that was revoked does not come back.
-                if not isinstance(error, _WAITS) or isinstance(error, BadApiKey):
-                    ended.append(self._failed(line.number, request.custom_id, "", error))
-                    return None
+                return await self.resume()
+            except BadApiKey:
+                raise
+            except _WAITS:
                 pause_s = await _pause(pause_s)
-        ended.append(self._unrun(line.number, request.custom_id))
         return None
 
-    async def _answers(self, group: Sequence[_Pending]) -> list[EndedLine]:
-        """How the lines of one group ended. Waits as long as the broker is away."""
+    async def _job_of(self, request: LineRequest) -> LineJob | None:
+        """None: the run was stopped before. Raises as a request would."""
+        pause_s = _FIRST_PAUSE_S
+        while not self.is_stopped:
+            try:
+                return await self.endpoint(bytes(request.body))
+            except BadApiKey:
+                raise
+            except _WAITS:
+                pause_s = await _pause(pause_s)
+                await self._enter()
+        return None
+
+    async def _run_group(self, group: list[_Pending]) -> None:
+        """Runs the lines of one group to their ends. Waits as long as the broker is away or a limit is spent."""
         ended: list[EndedLine] = []
         pause_s = _FIRST_PAUSE_S
         while group and not self.is_stopped:
             try:
-                group = await self._turn(group, ended)
-                pause_s = _FIRST_PAUSE_S
+                if not (count := await self._pay(group)):
+                    # The run was stopped meanwhile.
+                    continue
+                group = [*await self._turn(group[:count], ended), *group[count:]]
+                self.journal.write(ended)
+                ended, pause_s = [], _FIRST_PAUSE_S
             except QueueFull as full:
                 accepted = [handle for handle in full.accepted if isinstance(handle, AsyncJobHandle)]
                 self._handles |= {handle.id: handle for handle in accepted}
                 if self.stopped:
                     await self.stop(self.stopped)
+            except RateLimited as spent:
+                await asyncio.sleep(min(_LONGEST_PAUSE_S, spent.retry_after_s))
+            except BadApiKey as error:
+                ended += [self._failed(each.line.number, each.custom_id, "", error) for each in group]
+                group = []
             except _WAITS:
                 pause_s = await _pause(pause_s)
-        return [*ended, *(self._unrun(each.line.number, each.custom_id) for each in group)]
+        self.journal.write([*ended, *(self._unrun(each.line.number, each.custom_id) for each in group)])
+
+    async def _pay(self, group: Sequence[_Pending]) -> int:
+        """How many lines of a group may run now; 0: none, as the run was stopped. Those not paid for are charged.
+
+        Raises RateLimited when there is no room for any. A key may have been revoked since: raises BadApiKey.
+        """
+        if paid := sum(each.is_paid for each in group):
+            # Lost lines, which stand before the others.
+            return paid
+        entry = await self._enter()
+        if entry is None:
+            return 0
+        count = await entry.spend_for_lines([each.job.tokens for each in group])
+        for each in group[:count]:
+            each.is_paid = True
+        return count
 
     async def _turn(self, group: Sequence[_Pending], ended: list[EndedLine]) -> list[_Pending]:
         """Submits lines and waits for their ends. Returns those whose jobs the broker has lost.
@@ -207,10 +261,11 @@ class BatchRun:
         except PenstockError as error:
             ended += [self._failed(each.line.number, each.custom_id, "", error) for each in group]
             return []
-        accepted = [each for place, each in enumerate(group) if place not in refused]
+        accepted = group if not refused else [each for place, each in enumerate(group) if place not in refused]
         self._handles |= {handle.id: handle for handle in handles}
+        results: dict[str, Answered] = {}
         try:
-            results = await self._results(handles, tells_version=group[0].job.tells_version)
+            await self._await_ends(handles, results)
         finally:
             for handle in handles:
                 self._handles.pop(handle.id, None)
@@ -224,12 +279,8 @@ class BatchRun:
             if isinstance(result, _GONE) and each.losses < _MOST_LOSSES:
                 each.losses += 1
                 lost.append(each)
-            elif result is None or (isinstance(result, Cancelled) and self.is_stopped):
-                ended.append(self._unrun(each.line.number, each.custom_id))
-            elif isinstance(result, Exception):
-                ended.append(self._failed(each.line.number, each.custom_id, handle.id, result))
             else:
-                ended.append(await self._answered(each, handle, result))
+                ended.append(self._ended(each, handle.id, result))
         return lost
 
     async def _submit(self, group: Sequence[_Pending], refused: dict[int, InvalidInput]) -> list[AsyncJobHandle]:
@@ -238,34 +289,32 @@ class BatchRun:
         items = [(each.job.inputs, f"{self.batch_id}:{each.line.number}") for each in group]
         return await self.client.submit_items(job.model, items, options, refused, _ROOM_TIMEOUT_S)
 
-    async def _results(self, handles: Sequence[AsyncJobHandle], *, tells_version: bool) -> dict[str, Gathered]:
-        """How the jobs ended, by id; without those that a stopped run does not await any longer."""
-        found: dict[str, Gathered] = {}
-        with suppress(TimeoutError):
+    async def _await_ends(self, handles: Sequence[AsyncJobHandle], results: dict[str, Answered]) -> None:
+        """Adds how the jobs ended, by id; without those that a stopped run does not await any longer."""
+        try:
             async with asyncio.timeout(None) as limit:
                 self._limits.add(limit)
-                if self.stopped is not None:
-                    await self.stop(self.stopped)
                 try:
-                    async for handle in self.client.as_completed(handles):
-                        try:
-                            if tells_version:
-                                # First: then the result is opened once for both.
-                                await handle.info()
-                            found[handle.id] = await handle.result()
-                        except ENDS as error:
-                            found[handle.id] = error
+                    if self.stopped is not None:
+                        await self.stop(self.stopped)
+                    await self.client.await_answers(handles, results)
                 finally:
                     self._limits.discard(limit)
-        return found
+        except TimeoutError:
+            self.client.add_known(handles, results)
 
-    async def _answered(self, each: _Pending, handle: AsyncJobHandle, outputs: Mapping[str, Array]) -> EndedLine:
-        version = (await handle.info()).version if each.job.tells_version else ""
+    def _ended(self, each: _Pending, job_id: str, result: Answered | None) -> EndedLine:
+        number, custom_id = each.line.number, each.custom_id
+        if result is None or (isinstance(result, Cancelled) and self.is_stopped):
+            return self._unrun(number, custom_id)
+        if isinstance(result, Exception):
+            return self._failed(number, custom_id, job_id, result)
+        outputs, version = result
         try:
-            body = each.job.write(outputs, version, handle.id)
+            body = each.job.write(outputs, version, job_id)
         except PenstockError as error:
-            return self._failed(each.line.number, each.custom_id, handle.id, error)
-        return EndedLine(each.line.number, each.custom_id, 200, handle.id, body)
+            return self._failed(number, custom_id, job_id, error)
+        return EndedLine(number, custom_id, 200, job_id, body)
 
     def _failed(self, number: int, custom_id: str, job_id: str, error: Exception) -> EndedLine:
         status, body = self.write_error(error)
@@ -293,5 +342,5 @@ def _groups(pending: Sequence[_Pending]) -> Iterator[list[_Pending]]:
     groups: dict[tuple[object, ...], list[_Pending]] = {}
     for each in pending:
         job = each.job
-        groups.setdefault((job.model, job.version, job.outputs, job.tells_version), []).append(each)
+        groups.setdefault((job.model, job.version, job.outputs), []).append(each)
     yield from groups.values()

@@ -18,14 +18,18 @@ from penstock.producers.gateway.health import HealthRoutes
 from penstock.producers.gateway.rpc.calls import Call, Calls
 from penstock.producers.gateway.rpc.messages import parsed
 from penstock.producers.gateway.rpc.streams import Streams
+from penstock.registry.errors import QueueFull
 
-__all__ = ["SERVICE", "HealthService"]
+__all__ = ["MOST_WATCHES", "SERVICE", "HealthService"]
 
 SERVICE: Final = "grpc.health.v1.Health"
 _Request: Final[Any] = health_pb2.HealthCheckRequest
 _Response: Final[Any] = health_pb2.HealthCheckResponse
 _LOOK_S: Final = 1.0
 """Between two looks of those that watch."""
+_RETRY_S: Final = 30.0
+MOST_WATCHES: Final = 256
+"""Of one process: clients without a key may watch, and must not take the places of those that submit jobs."""
 
 
 class HealthService:
@@ -38,6 +42,7 @@ class HealthService:
         self._streams = streams
         self._look: asyncio.Task[int] | None = None
         self._looked_at = 0.0
+        self._watches = 0
 
     def handlers(self) -> dict[str, Any]:
         """The handlers of grpc.aio, by the method's name."""
@@ -58,6 +63,15 @@ class HealthService:
         return _Response(status=await self._status())
 
     async def _watch(self, data: bytes, context: Any) -> None:
+        if self._watches >= MOST_WATCHES:
+            raise QueueFull(f"{MOST_WATCHES} clients watch. Expected a retry after {_RETRY_S:g} s", _RETRY_S)
+        self._watches += 1
+        try:
+            await self._tell_changes(data, context)
+        finally:
+            self._watches -= 1
+
+    async def _tell_changes(self, data: bytes, context: Any) -> None:
         request, last = parsed(_Request, data), None
         while True:
             is_last = self._streams.stopping.is_set()

@@ -69,7 +69,7 @@ class OipService:
         }
         streamed = "ModelStreamInfer"
         found[streamed] = self._streams.both_ways(
-            f"/{SERVICE}/{streamed}", message("ModelInferRequest"), self.infer_streamed
+            f"/{SERVICE}/{streamed}", message("ModelInferRequest"), self.infer_streamed, self.refused
         )
         return found
 
@@ -117,18 +117,19 @@ class OipService:
         return write_infer(request, finished.info.version, finished.outputs)
 
     async def infer_streamed(self, call: Call, request: Any, send: Send) -> None:
-        """One request of ModelStreamInfer. Its error is a message: the requests behind it go on."""
-        try:
-            spec = await self._client.spec_of(request.model_name, request.model_version or None)
-            if spec.streams:
-                await self._stream_chunks(spec.version, call, request, send)
-            else:
-                await send(_Streamed(infer_response=await self.infer(call, request)))
-        except Exception as error:  # the last place where an error can become an answer
-            status = self._calls.status_of(f"/{SERVICE}/ModelStreamInfer", error)
-            failed = _Streamed(error_message=status.details)
-            failed.infer_response.id = request.id
-            await send(failed)
+        """One request of ModelStreamInfer."""
+        spec = await self._client.spec_of(request.model_name, request.model_version or None)
+        if spec.streams:
+            await self._stream_chunks(spec.version, call, request, send)
+        else:
+            await send(_Streamed(infer_response=await self.infer(call, request)))
+
+    def refused(self, request: Any, error: Exception) -> Any:
+        """The answer to a request of ModelStreamInfer that failed. The requests behind it go on."""
+        status = self._calls.status_of(f"/{SERVICE}/ModelStreamInfer", error)
+        failed = _Streamed(error_message=status.details)
+        failed.infer_response.id = "" if request is None else request.id
+        return failed
 
     async def _stream_chunks(self, version: str, call: Call, request: Any, send: Send) -> None:
         """The chunks of a job as they come, and its outputs. Triton's clients know the last one by a parameter."""

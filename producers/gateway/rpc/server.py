@@ -66,8 +66,8 @@ class RpcServer:
 
     async def start(self, max_bytes: int) -> None:
         """Listens. max_bytes: of one message. Raises ConfigurationError."""
-        # Calls that wait for a job are bounded by Jobs; as many again may stream or watch.
-        most = 2 * self._config.max_waiting
+        # Calls that wait for a job are bounded by Jobs; as many again may stream. Watches have a bound of their own.
+        most = 2 * self._config.max_waiting + health_service.MOST_WATCHES
         self._server = grpc.aio.server(options=_options(self._config, max_bytes), maximum_concurrent_rpcs=most)
         services: dict[str, _Service] = {
             oip.SERVICE: oip.OipService(self._jobs, self._health, self._calls, self._streams),

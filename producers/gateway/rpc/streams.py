@@ -18,18 +18,22 @@ import grpc
 from penstock.producers.gateway.exchange import RequestRefused
 from penstock.producers.gateway.rpc.calls import Call, Calls
 from penstock.producers.gateway.rpc.messages import parsed
-from penstock.registry.errors import ClientUnusable, InvalidInput
+from penstock.registry.errors import BadApiKey, ClientUnusable, InvalidInput
 
-__all__ = ["Send", "StreamMethod", "Streams"]
+__all__ = ["Refused", "Send", "StreamMethod", "Streams"]
 
 Send: TypeAlias = Callable[[Any], Awaitable[None]]
 """Sends one message of an answer."""
 StreamMethod: TypeAlias = Callable[[Call, Any, Send], Awaitable[None]]
 """(call, request, send): works on one request of a stream, and sends its answers."""
+Refused: TypeAlias = Callable[[Any, Exception], Any]
+"""(request, error) -> the message that answers a request that failed. The request is None if its bytes are none."""
 _MOST_AHEAD: Final = 32
 """Requests of one stream that are worked on at a time."""
 _MOST_UNSENT: Final = 16
 """Answers to one request that wait for those of the requests before it."""
+
+_Work: TypeAlias = Callable[[Call, bytes, Send], Awaitable[None]]
 
 
 class Streams:
@@ -47,11 +51,29 @@ class Streams:
         for reader in self._readers:
             reader.cancel()
 
-    def both_ways(self, name: str, kind: Any, method: StreamMethod) -> Any:
-        """The handler of a method with streams of requests of this kind and of answers. name: /service/method."""
+    def both_ways(self, name: str, kind: Any, method: StreamMethod, refused: Refused | None = None) -> Any:
+        """The handler of a method with streams of requests of this kind and of answers. name: /service/method.
+
+        refused: answers a request that failed, and the stream goes on; None: its error ends the stream.
+        """
+
+        async def work(call: Call, data: bytes, send: Send) -> None:
+            request: Any = None
+            try:
+                # Each request counts, and a key may have been revoked since the first one.
+                await self._calls.enter(call, name)
+                request = parsed(kind, data)
+                await method(call, request, send)
+            except BadApiKey:
+                # No later request would be admitted.
+                raise
+            except Exception as error:  # the last place where an error can become an answer
+                if refused is None:
+                    raise
+                await send(refused(request, error))
 
         async def serve(_requests: Any, context: Any) -> None:
-            await self._calls.end(name, context, lambda call: self._serve(name, call, context, kind, method))
+            await self._calls.end(name, context, lambda call: self._serve(call, context, work))
 
         return grpc.stream_stream_rpc_method_handler(serve)
 
@@ -63,15 +85,10 @@ class Streams:
         except TimeoutError:
             raise RequestRefused(408, "The answers are not taken. Expected a client that reads its stream") from None
 
-    async def _serve(self, name: str, call: Call, context: Any, kind: Any, method: StreamMethod) -> None:
+    async def _serve(self, call: Call, context: Any, work: _Work) -> None:
         if call.idempotency_key() is not None:
             raise InvalidInput("Found idempotency-key, which names one job. Expected none in a stream of several")
         places, answers = asyncio.Semaphore(_MOST_AHEAD), asyncio.Queue[_Answers | None]()
-
-        async def work(call: Call, request: Any, send: Send) -> None:
-            # Each request counts, and a key may have been revoked since the first one.
-            await self._calls.enter(call, name)
-            await method(call, request, send)
 
         async def read() -> None:
             # A reader that `stop` has cancelled ends the answers as the client's own end does.
@@ -80,7 +97,7 @@ class Streams:
                     await places.acquire()
                     if (data := await context.read()) is grpc.aio.EOF:
                         break
-                    answers.put_nowait(_Answers(context, kind, data, work))
+                    answers.put_nowait(_Answers(context, data, work))
             answers.put_nowait(None)
 
         reader = asyncio.get_running_loop().create_task(read())
@@ -104,9 +121,9 @@ class Streams:
 class _Answers:
     """The answers to one request, which a task of its own makes."""
 
-    def __init__(self, context: Any, kind: Any, data: bytes, method: StreamMethod) -> None:
+    def __init__(self, context: Any, data: bytes, work: _Work) -> None:
         self._unsent = asyncio.Queue[Any](_MOST_UNSENT)
-        self._task = asyncio.get_running_loop().create_task(self._run(Call(context), kind, data, method))
+        self._task = asyncio.get_running_loop().create_task(self._run(Call(context), data, work))
 
     async def messages(self) -> AsyncIterator[Any]:
         """Each message. Raises what ended the task."""
@@ -119,9 +136,9 @@ class _Answers:
         self._task.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._task.cancel()
 
-    async def _run(self, call: Call, kind: Any, data: bytes, method: StreamMethod) -> None:
+    async def _run(self, call: Call, data: bytes, work: _Work) -> None:
         try:
-            await method(call, parsed(kind, data), self._unsent.put)
+            await work(call, data, self._unsent.put)
         except Exception:
             await self._unsent.put(None)
             raise

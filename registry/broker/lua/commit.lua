@@ -6,7 +6,8 @@
 --       then per reply stream: its cap in entries (0: keep all entries, without expiry),
 --       then per kind: priority 0-3, tenant, reply index (0: none),
 --       then per idempotency key: the number of its job,
---       then per job: entry id, record and, if there are several kinds, the number of its kind
+--       then per job: entry id, record and, if there are several kinds, the number of its kind,
+--       then per job with an account: the number of the job, the account, its tokens: of the prompt, generated
 -- Returns one letter per job: 'C' committed, 'F' fenced, 'G' gone. If a key is foreign (of another type than ours), the
 -- rest is done, and the error is returned: the caller quarantines the key and repeats the call.
 local group, consumer, ttl, reply_ttl = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
@@ -42,6 +43,10 @@ for index = 1, idempotent do
   idempotency_keys[tonumber(ARGV[at + index])] = KEYS[5 + replies + jobs + index]
 end
 local before_jobs, words = at + idempotent, kinds > 1 and 3 or 2
+local paid, used = {}, {}
+for a = before_jobs + jobs * words + 1, #ARGV, 4 do
+  paid[tonumber(ARGV[a])] = { account = ARGV[a + 1], prompt = ARGV[a + 2], generated = ARGV[a + 3] }
+end
 
 local failed
 local function has_failed(answer)
@@ -143,6 +148,7 @@ for job = 1, jobs do
     else
       statuses[job] = 'C'
       committed = committed + 1
+      if paid[job] then used[#used + 1] = paid[job] end
       redis.call('SET', key, record, 'PX', ttl)
       record_of[key] = record
       if flag == HAS_WEBHOOK or flag == HAS_BOTH then queue_webhook(key, former, string.sub(record, 1, 1)) end
@@ -167,6 +173,15 @@ for tenant, count in pairs(left) do
   if not has_failed(in_flight) and in_flight <= 0 then redis.call('HDEL', KEYS[1], 't:' .. tenant) end
 end
 if committed > 0 then has_failed(redis.pcall('HINCRBY', KEYS[1], 'done', committed)) end
+-- In this call, because it commits each job once. The key is that of usage_key.
+if #used > 0 then
+  local usage, month = string.gsub(KEYS[1], ':flow$', ':usage'), period(tonumber(redis.call('TIME')[1]), 'M')
+  for _, job in ipairs(used) do
+    local field = job.account .. ':' .. month
+    has_failed(redis.pcall('HINCRBY', usage, field .. ':prompt', job.prompt))
+    has_failed(redis.pcall('HINCRBY', usage, field .. ':generated', job.generated))
+  end
+end
 for index, reply in pairs(told) do
   local key, cap = KEYS[5 + index], ARGV[16 + index]
   local entries = reply.full or {}

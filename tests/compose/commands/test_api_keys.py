@@ -141,11 +141,12 @@ def test_usage_is_by_key_month_and_model(redis_server: RedisServer, tmp_path: Pa
         broker.publish(slot, jobs, ROOMY)
     shown = json.loads(penstock(tmp_path, "keys", "usage", "--json", **environ).stdout)
     month = time.strftime("%Y-%m", time.gmtime())
+    no_tokens = {"prompt_tokens": 0, "generated_tokens": 0}
     ours = [line for line in shown if line["model"] == slot]
     assert ours == sorted(
         (
-            {"id": key_id, "label": "shop", "month": month, "model": slot, "jobs": 2},
-            {"id": "ffffffffffff", "label": "", "month": month, "model": slot, "jobs": 1},
+            {"id": key_id, "label": "shop", "month": month, "model": slot, "jobs": 2, **no_tokens},
+            {"id": "ffffffffffff", "label": "", "month": month, "model": slot, "jobs": 1, **no_tokens},
         ),
         key=lambda line: str(line["id"]),
     )

@@ -167,7 +167,8 @@ def test_a_child_that_holds_the_interpreter_is_killed(supervise, tmp_path):
 
 def test_a_child_that_reports_a_reason_is_replaced(supervise, tmp_path, caplog):
     """The reason that a child reports is logged, and the child is killed and started again."""
-    sick = f"{HEARTBEAT}; start(fd, lambda: 'the drain thread died'); print('up'); time.sleep(600)"
+    # It says that it is up before it can be killed.
+    sick = f"print('up'); {HEARTBEAT}; start(fd, lambda: 'the drain thread died'); time.sleep(600)"
     supervise(python("sick", sick, beats=True, output=tmp_path / "output"))
     wait_until(lambda: lines(tmp_path / "output").count("up") >= 2, 20, "another child runs")
     assert caplog.text.count("sick is killed: the drain thread died") <= lines(tmp_path / "output").count("up")

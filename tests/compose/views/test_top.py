@@ -89,6 +89,61 @@ def test_unreported_figures_are_unknown():
     json.dumps(state)
 
 
+def _engine(**changes: Any) -> dict[str, Any]:
+    counts = {"generated_tokens": 1000, "steps": 100, "rows": 300, "prefix_queried": 400, "prefix_found": 100}
+    state = {"waiting": 2, "running": 4, "pages_used": 30, "pages": 244, "step_s": 0.0125, "predicted_wait_s": 3.25}
+    return {"model": "writer", "version": "1", **counts, **state, **changes}
+
+
+def _with_engines(at: float, *engines: dict[str, Any]) -> Snapshot:
+    snapshot = _snapshot(at, 0, None)
+    return snapshot._replace(reports=[{**snapshot.reports[0], "engines": list(engines)}])
+
+
+LATER = {"generated_tokens": 1900, "steps": 150, "rows": 525, "prefix_queried": 600, "prefix_found": 250}
+
+
+def test_engines_have_the_figures_of_the_interval():
+    """Rates and means are of the interval; what waits, runs and is used is that of the end."""
+    state = compare(_with_engines(10.0, _engine()), _with_engines(12.0, _engine(**LATER)))
+    (engine,) = state["engines"]
+    assert engine == {
+        "model": "writer",
+        "version": "1",
+        "worker": "w",
+        "tokens_per_s": 450.0,
+        "waiting": 2,
+        "running": 4,
+        "rows_per_step": 4.5,
+        "step_ms": 12.5,
+        "pages_used": 30,
+        "pages": 244,
+        "prefix_found": 0.75,
+        "predicted_wait_s": 3.25,
+    }
+    assert "writer: 450 tokens/s, 4 run, 2 wait, pages 30/244, prefix 75%, predicted wait 3.2 s" in line(state)
+    shown = "\n".join(_drawn(state, 40, 120))
+    assert re.search(r"writer/1 +450 +2 +4 +4\.5 +12\.5 +30/244 +75% +3\.2 +w", shown)
+
+
+def test_an_engine_that_was_loaded_again_starts_at_zero():
+    """Its counts are smaller than before; what it does not know yet is no figure."""
+    again = _engine(generated_tokens=50, steps=0, rows=0, prefix_queried=0, step_s=None, predicted_wait_s=None)
+    state = compare(_with_engines(10.0, _engine()), _with_engines(11.0, again))
+    (engine,) = state["engines"]
+    assert engine["tokens_per_s"] == 50.0
+    assert [engine[name] for name in ("rows_per_step", "step_ms", "prefix_found", "predicted_wait_s")] == [None] * 4
+    json.dumps(state)
+    assert "predicted wait - s" in line(state)
+
+
+def test_without_an_engine_there_is_no_table_of_them():
+    """A screen of other models has its lines for them."""
+    state = compare(_snapshot(10.0, 0, None), _snapshot(11.0, 0, None))
+    assert state["engines"] == []
+    assert not any("tokens/s" in each for each in _drawn(state, 40, 120))
+
+
 def test_a_new_model_starts_at_zero():
     """Between two snapshots a model may be registered, and the broker may be emptied."""
     empty = Snapshot(10.0, {}, {}, frozenset(), [], {})
@@ -96,8 +151,8 @@ def test_a_new_model_starts_at_zero():
     assert compare(_snapshot(10.0, 5000, None), _snapshot(11.0, 0, None))["models"][0]["jobs_per_s"] == 0.0
 
 
-def _busy_and_idle(models: int, workers: int) -> dict[str, Any]:
-    """Many models, all but the last one idle, and workers, the last one not ready."""
+def _busy_and_idle(models: int, workers: int, engines: int = 0) -> dict[str, Any]:
+    """Many models, all but the last one idle, and workers, the last one not ready, the first with engines."""
     depths = {
         f"m{each:03}": [Depth(f"m{each:03}", priority, int(each == models - 1), 0, 0.0) for priority in Priority]
         for each in range(models)
@@ -107,6 +162,8 @@ def _busy_and_idle(models: int, workers: int) -> dict[str, Any]:
         {"name": f"w{each:03}", "pid": each, "device": "cpu", "ready": each < workers - 1, "models": serves}
         for each in range(workers)
     ]
+    made = [_engine(model=f"e{each:03}", running=int(each == engines - 1)) for each in range(engines)]
+    reports[:1] = [{**report, "engines": made} for report in reports[:1]]
     snapshot = Snapshot(10.0, depths, dict.fromkeys(depths, 0), frozenset(), reports, {})
     return compare(snapshot, snapshot)
 
@@ -118,15 +175,17 @@ def _drawn(state: dict[str, Any], height: int, width: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("models", "workers"), [(0, 0), (1, 1), (40, 1), (3, 40), (40, 40)])
-@pytest.mark.parametrize(("height", "width"), [(16, 100), (24, 80), (50, 160)])
-def test_a_small_screen_shows_the_important_rows(models: int, workers: int, height: int, width: int):
+@pytest.mark.parametrize(
+    ("engines", "height", "width"), [(0, 16, 100), (0, 24, 80), (0, 50, 160), (20, 24, 80), (20, 50, 160)]
+)
+def test_a_small_screen_shows_the_important_rows(models: int, workers: int, engines: int, height: int, width: int):
     """Models with jobs and workers that are not ready come first, and every table has rows on the screen."""
-    state = _busy_and_idle(models, workers)
+    state = _busy_and_idle(models, workers, engines)
     shown = _drawn(state, height, width)
     assert len(shown) + 2 <= height
     names = [each.split()[0] for each in shown if each]
-    for count, letter in ((models, "m"), (workers, "w")):
-        rows = [each for each in names if re.fullmatch(rf"{letter}\d+", each)]
+    for count, letter in ((models, "m"), (workers, "w"), (engines if workers else 0, "e")):
+        rows = [each.partition("/")[0] for each in names if re.fullmatch(rf"{letter}\d+(/1)?", each)]
         assert (f"{letter}{count - 1:03}" in rows) == (count > 0)
         left_out = [int(each.split()[1]) for each in shown if each.startswith("and ")]
         assert len(set(rows)) == count or count - len(set(rows)) in left_out

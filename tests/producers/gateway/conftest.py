@@ -66,7 +66,7 @@ def http(stack: GatewayStack) -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def site(stack: GatewayStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A gateway and a worker that write texts, on the shared server."""
     with writing_site(stack.server, tmp_path_factory.mktemp("texts")) as found:

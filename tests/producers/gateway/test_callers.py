@@ -101,7 +101,7 @@ def test_an_expired_key_opens_no_more(tmp_path: Path):
     ],
 )
 def test_who_needs_a_key(tmp_path: Path, settings: dict[str, object], keys: list[ApiKey], is_open: bool):
-    """server.api_keys: auto asks once a key exists, and wherever other machines can connect."""
+    """CX-049: server.api_keys: auto asks once a key exists, and wherever other machines can connect."""
     door = access(tmp_path, keys, settings=settings)
     if is_open:
         assert opened(door) == Caller("", "default", "admin", (), MADE.key.limits)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 import socket
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,62 @@ def test_clients_that_read_slowly_are_disconnected(stack: GatewayStack, start_ga
     finally:
         for client in slow:
             client.close()
+
+
+SLOW_CLIENTS = 200
+
+
+def test_200_clients_that_read_a_byte_a_second_hold_a_bounded_memory(start_gateway: StartGateway):
+    """Others are answered meanwhile, the process holds no more than the answers, and each of them is disconnected."""
+    gateway = start_gateway(PENSTOCK_INFERENCE_SERVER_CLIENT_TIMEOUT_S="30")
+    url, path = httpx.URL(gateway.url), "/v1/models/double:predict"
+    body = json.dumps({"inputs": {"x": [[1.25, 2.5, 3.75, 5.0]] * 10_000}}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with gateway.client() as http:
+        answer_bytes = len(http.post(path, content=body, headers={"Content-Type": "application/json"}).content)
+        connections, before = _connections(gateway) - 1, _peak_bytes(gateway)
+    slow: list[socket.socket] = []
+    stop = threading.Event()
+
+    def read_slowly() -> None:
+        while not stop.wait(1):
+            for client in slow:
+                # It is read without waiting: the others must have their byte, too.
+                with suppress(OSError):
+                    client.recv(1, socket.MSG_DONTWAIT)
+
+    reader = threading.Thread(target=read_slowly)
+    try:
+        for _ in range(SLOW_CLIENTS):
+            client = socket.socket()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.settimeout(120)
+            client.connect((url.host, url.port or 80))
+            slow.append(client)
+            client.sendall(head + body)
+        reader.start()
+        with gateway.client() as http:
+            for number in range(20):
+                found = http.post(path, json={"inputs": {"x": [[number, 2, 3, 4]]}})
+                assert found.status_code == 200
+        wait_until(lambda: _connections(gateway) <= connections, 300, "the connections are closed")
+        assert gateway.answers()
+        # The request, the answer, and what decoding makes of them.
+        assert _peak_bytes(gateway) - before < SLOW_CLIENTS * 2 * (len(body) + answer_bytes) + 64 * 2**20
+    finally:
+        stop.set()
+        if reader.is_alive():
+            reader.join()
+        for client in slow:
+            client.close()
+
+
+def _peak_bytes(gateway: GatewayProcess) -> int:
+    """The most memory that the process has had."""
+    (line,) = (
+        each for each in Path(f"/proc/{gateway.pid}/status").read_text().splitlines() if each.startswith("VmHWM")
+    )
+    return int(line.split()[1]) * 1024
 
 
 def _connections(gateway: GatewayProcess) -> int:

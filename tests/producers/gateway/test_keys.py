@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import queue
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -13,10 +14,12 @@ from typing import Any, NamedTuple
 import grpc
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from penstock.producers.gateway.application import Gateway
+from penstock.producers.gateway.rpc.messages import message
 from penstock.registry.api_keys import KeyLimits, ShownKey, new_api_key
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.catalog.api_keys import SqlApiKeys
@@ -24,8 +27,9 @@ from penstock.registry.queues import meter_key
 from penstock.registry.settings import Settings
 from tests.gateway_process import GatewayProcess
 from tests.producers.gateway.conftest import GatewayStack, StartGateway
-from tests.producers.gateway.rpc.conftest import INFER, Caller, infer_request
+from tests.producers.gateway.rpc.conftest import INFER, PATIENCE_S, Caller, infer_request
 from tests.producers.gateway.test_jobs import ROW, TWICE, job
+from tests.producers.gateway.texts import Site
 from tests.servers import wait_until
 
 TENSOR = {"name": "x", "shape": [1, 4], "datatype": "FP32"}
@@ -307,7 +311,7 @@ def test_usage_counts_each_job_once(stack: GatewayStack, keyed: Keyed):
         assert client.post("/v1/jobs", json=job(row=[1.0])).status_code == 422
         client.get("/v1/models")
     with closing(RedisStreams.from_url(stack.server.url)) as broker:
-        used = {account: jobs for (account, _), jobs in broker.usage("double").items()}
+        used = {account: usage.jobs for (account, _), usage in broker.usage("double").items()}
     assert used[made.key.id] == 4
 
 
@@ -379,6 +383,35 @@ def test_a_batch_costs_as_many_requests_as_it_has_jobs(keyed: Keyed):
         assert client.post("/v1/jobs:batch", json={**batch, "inputs": batch["inputs"][:2]}).status_code == 429
 
 
+def test_lines_of_a_batch_wait_for_the_limits_of_their_key(stack: GatewayStack, keyed: Keyed):
+    """They take half of a minute, and wait for the next one: no line fails. Each counts for the quota, too."""
+    made = keyed.key("lines", limits=KeyLimits(requests_per_minute=12, requests_per_day=1000))
+    minute, day = (meter_key(f"key:{made.key.id}", name) for name in ("minute", "day"))
+    lines = [
+        json.dumps({"custom_id": f"{n}", "method": "POST", "url": "/v1/models/double:predict", "body": body})
+        for n, body in enumerate([{"inputs": {"x": [ROW]}}] * 9)
+    ]
+    with keyed.client(made) as client, closing(stack.server.client()) as redis:
+        file = client.post("/v1/files", files={"file": ("l.jsonl", "\n".join(lines))}, data={"purpose": "batch"}).json()
+        fields = {"input_file_id": file["id"], "endpoint": "/v1/models/double:predict", "completion_window": "1h"}
+        redis.delete(minute, day)
+        batch_id = client.post("/v1/batches", json=fields).json()["id"]
+        # Five lines and the request above. What is left of the minute is for requests.
+        wait_until(lambda: int(redis.hget(minute, "sum") or 0) >= 6, 60, "lines were charged")
+        asked = 0
+
+        def ended() -> Any:
+            nonlocal asked
+            redis.delete(minute)
+            asked += 1
+            batch = client.get(f"/v1/batches/{batch_id}").json()
+            return batch if batch["status"] == "completed" else None
+
+        batch = wait_until(ended, 60, "the batch has ended")
+        assert int(redis.hget(day, "sum")) == 1 + asked + 9
+    assert batch["request_counts"] == {"total": 9, "completed": 9, "failed": 0}
+
+
 def test_tokens_have_a_limit_of_their_own(keyed: Keyed):
     """Lists of tokens cost as many as they have; a request that exceeds what is left submits nothing."""
     with keyed.client(keyed.key("tokens", limits=KeyLimits(tokens_per_minute=10))) as client:
@@ -389,6 +422,37 @@ def test_tokens_have_a_limit_of_their_own(keyed: Keyed):
         refused = client.post("/v1/embeddings", json=request)
     assert refused.status_code == 429
     assert "10 per minute (tokens)" in refused.json()["error"]["message"]
+
+
+def test_tokens_of_a_text_count_when_it_is_whole(stack: GatewayStack, keyed: Keyed, site: Site):
+    """Those of the prompt and of the text, in the limit and in the usage; the texts of one request are jobs of their
+    own. A key whose tokens are spent is refused before it submits anything."""
+    made = keyed.key("writer", limits=KeyLimits(tokens_per_minute=60))
+    request = {"model": "writer", "prompt": "abc", "max_tokens": 20, "ignore_eos": True, "temperature": 0, "n": 2}
+    with keyed.client(made) as client:
+        answered = client.post("/v1/completions", json=request)
+        assert answered.status_code == 200, answered.text
+        # Each choice has read the prompt.
+        spent = 2 * answered.json()["usage"]["prompt_tokens"] + 40
+        wait_until(lambda: _token_limit(client) == 60 - spent, 20, "the tokens of both are charged")
+        job = {"model": "writer", "inputs": {"prompt": ["abc"]}, "outputs": ["text"]}
+        with closing(stack.server.client()) as redis:
+            redis.delete(meter_key(f"key:{made.key.id}", "tokens"))
+        assert client.post("/v1/jobs", json=job, headers={"Prefer": "wait=60"}).json()["status"] == "completed"
+        with closing(stack.server.client()) as redis:
+            meter = meter_key(f"key:{made.key.id}", "tokens")
+            wait_until(lambda: redis.hexists(meter, "first"), 20, "the tokens are charged")
+            redis.hset(meter, "sum", 60)
+        assert client.post("/v1/completions", json=request).status_code == 429
+    with closing(RedisStreams.from_url(stack.server.url)) as broker:
+        (used,) = [usage for (account, _), usage in broker.usage("writer").items() if account == made.key.id]
+    assert (used.jobs, used.prompt_tokens) == (3, 3 * (spent - 40) // 2)
+    assert used.generated_tokens > 40
+
+
+def _token_limit(client: httpx.Client) -> int:
+    """What is left of the tokens of the minute."""
+    return _left(client.get("/v2"))
 
 
 # The other protocols enter by the same door
@@ -407,6 +471,64 @@ def test_keys_over_grpc(keyed: Keyed, acme: httpx.Client, globex: httpx.Client):
     live = caller.channel.unary_unary("/inference.GRPCInferenceService/ServerLive")
     assert live(b"", 60) is not None
     caller.channel.close()
+
+
+def test_a_refused_request_of_a_stream_is_answered_and_the_stream_goes_on(stack: GatewayStack, keyed: Keyed):
+    """Beyond a limit, and for bytes that are no request, as Triton does. A revoked key ends the stream."""
+    made, caller = keyed.key("stream", limits=KeyLimits(requests_per_minute=4)), Caller(keyed.gateway.rpc)
+    sent: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    stream = caller.channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+    answers = stream(iter(sent.get, None), PATIENCE_S, metadata=[("x-api-key", made.text)])
+    kind = message("ModelStreamInferResponse")
+
+    def ask(data: bytes) -> Any:
+        sent.put(data)
+        return kind.FromString(next(answers))
+
+    good = infer_request(id="good").SerializeToString()
+    # `key` and the call have used one each.
+    assert ask(good).infer_response.id == "good"
+    assert "no message" in ask(b"\xff").error_message
+    limited = ask(good)
+    assert "4 per minute (requests)" in limited.error_message
+    with closing(stack.server.client()) as redis:
+        redis.delete(meter_key(f"key:{made.key.id}", "minute"))
+    assert not ask(good).error_message
+    keyed.registry.revoke(made.key.id, int(time.time()))
+
+    def ends() -> bool:
+        sent.put(good)
+        try:
+            next(answers)
+        except grpc.RpcError:
+            return True
+        return False
+
+    wait_until(ends, 20, "the stream ends")
+    assert answers.code() == grpc.StatusCode.UNAUTHENTICATED
+    caller.channel.close()
+
+
+def test_metrics_count_by_the_id_of_a_key(keyed: Keyed, globex: httpx.Client):
+    """ES-048: requests with their outcome, jobs and tokens; the page has no secret."""
+    made = keyed.key("counted", role="readonly", limits=KeyLimits(requests_per_day=3))
+    with keyed.client(made) as client:
+        assert client.post("/v1/jobs", json=job()).status_code == 403
+        assert [client.get("/v2").status_code for _ in range(3)] == [200, 200, 429]
+    assert globex.post("/v1/models/double:predict", json={"inputs": {"x": [ROW]}}).status_code == 200
+    page = globex.get("/metrics").text
+    families = {family.name: family.samples for family in text_string_to_metric_families(page)}
+    requests = {
+        sample.labels["outcome"]: sample.value
+        for sample in families["penstock_api_key_requests"]
+        if sample.labels["key"] == made.key.id and sample.name.endswith("_total")
+    }
+    assert requests == {"admitted": 3, "limited": 1, "denied": 1}
+    assert made.key.id not in {sample.labels["key"] for sample in families["penstock_api_key_jobs"]}
+    assert max(sample.value for sample in families["penstock_api_key_jobs"]) >= 1
+    assert {sample.labels["kind"] for sample in families["penstock_api_key_tokens"]} == {"prompt", "generated"}
+    assert made.text not in page
+    assert "pk_" not in page
 
 
 def test_keys_over_websocket(keyed: Keyed, globex: httpx.Client):

@@ -205,3 +205,62 @@ def test_an_address_has_a_limit_of_its_own(start_gateway: StartGateway):
             for n in range(2)
         )
     assert one == two == [200, 200, 200, 429]
+
+
+def test_lines_of_a_batch_leave_half_of_a_minute_to_requests():
+    """On the meters of requests; the quota as a whole. Addresses and routes have none."""
+    limits = RateLimits(EVERY, _unused)
+    owner = Owner("k", "acme", OF_KEY, "")
+    lines = {meter.name: meter for meter, _ in limits.line_charges(owner)}
+    assert {name: meter.limit for name, meter in lines.items()} == {
+        "requests": 2,
+        "tokens": 25,
+        "tenant": 6,
+        "day": 70,
+        "month": 90,
+    }
+    requests = {meter.name: meter.key for meter, _ in limits.charges(owner._replace(address="10.0.0.1"), "/v1/jobs")}
+    assert all(meter.key == requests[name] for name, meter in lines.items())
+    (least,) = RateLimits(RateLimitConfig(), _unused).line_charges(
+        Owner("k", "acme", KeyLimits(requests_per_minute=1), "")
+    )
+    assert least.meter.limit == 1
+
+
+@pytest.mark.parametrize(
+    ("room", "tokens", "expected"),
+    [
+        ({"requests": 9, "tokens": 25}, [4, 4, 4], 3),
+        ({"requests": 2, "tokens": 25}, [4, 4, 4], 2),
+        ({"requests": 9, "tokens": 9}, [4, 4, 4], 2),
+        # More than the whole limit: it is charged as much as that.
+        ({"requests": 9, "tokens": 25}, [99, 1], 1),
+        ({"requests": 9, "tokens": 1}, [0, 0], 2),
+        ({"requests": 9, "tokens": 0}, [0, 0], None),
+        ({"requests": 0, "tokens": 25}, [1], None),
+        ({"requests": 9, "tokens": 3}, [4, 1], None),
+    ],
+)
+def test_as_many_lines_are_charged_as_there_is_room_for(room: dict[str, int], tokens: list[int], expected: int | None):
+    """From the first one on. Without room for it nothing is charged; tokens that are not known need room for one."""
+    left = dict(room)
+
+    async def spend(requests: Sequence[Sequence[Charge]]) -> list[Spent]:
+        (charges,) = requests
+        fits = all(left[meter.name] >= max(cost, 1) for meter, cost in charges)
+        readings = tuple(Reading(meter, left[meter.name], 30) for meter, _ in charges)
+        if fits:
+            left.update({meter.name: left[meter.name] - cost for meter, cost in charges})
+        return [Spent(fits, readings)]
+
+    owner = Owner("k", "acme", KeyLimits(requests_per_minute=20, tokens_per_minute=50), "")
+    limits = RateLimits(RateLimitConfig(), spend)
+    charges = limits.line_charges(owner)
+    if expected is None:
+        with pytest.raises(RateLimited):
+            asyncio.run(limits.admit_most(charges, tokens))
+        assert left == room
+        return
+    assert asyncio.run(limits.admit_most(charges, tokens)) == expected
+    cost = sum(min(each, 25) for each in tokens[:expected])
+    assert left == {"requests": room["requests"] - expected, "tokens": room["tokens"] - cost}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -9,9 +10,11 @@ import pytest
 
 from penstock import Client
 from penstock.registry.settings_sections import ServerConfig
-from tests.packages import write_package
+from tests.conftest import StartWorker
+from tests.gateway_process import GatewayProcess
+from tests.packages import write_double, write_package
 from tests.producers.gateway.conftest import GatewayStack, StartGateway
-from tests.servers import wait_until
+from tests.servers import RedisServer, wait_until
 
 _TRIPLE = """
 def build():
@@ -72,3 +75,37 @@ def test_requests_that_are_not_the_gateways_to_make(start_gateway: StartGateway,
         for verb in ("load", "unload"):
             refused = post(http, verb, name="double", version="1")
             assert (refused.status_code, "Expected" in refused.json()["detail"]) == (403, True), refused.text
+
+
+def test_a_model_without_memory_is_loaded_when_it_is_shown_or_used(
+    redis_server: RedisServer, start_worker: StartWorker, models_root: Path, tmp_path: Path
+):
+    """IN-036, IN-038: memory holds one of two models. GET loads the other where the gateway may; a job always does."""
+    for name in ("left", "right"):
+        file = write_double(models_root, name) / "model.yaml"
+        file.write_text(f"{file.read_text()}memory_mb: 10\n")
+    often = {"PENSTOCK_INFERENCE_STATE_RECONCILE_INTERVAL_S": "0.2"}
+    start_worker(redis_server, models_root, environment={**often, "PENSTOCK_INFERENCE_MODEL_MEMORY_MB": "15"})
+    may_load = {**often, "PENSTOCK_INFERENCE_SERVER_MODEL_CONTROL": "true"}
+    gateways = [
+        GatewayProcess(redis_server, tmp_path / f"gateway{number}", environment=environment)
+        for number, environment in enumerate(({}, may_load))
+    ]
+    try:
+        plain, loading = (gateway.start() for gateway in gateways)
+        with plain.client() as http, loading.client() as loader:
+
+            def loaded() -> list[str]:
+                models = http.get("/v1/models").json()["data"]
+                return [model["id"] for model in models if model["loaded_versions"]]
+
+            for used in ("left", "right"):
+                found = http.post(f"/v1/models/{used}:predict", json={"inputs": {"x": [[1, 2, 3, 4]]}})
+                assert found.json()["outputs"]["y"]["data"] == [[2, 4, 6, 8]]
+                wait_until(lambda: loaded() == [used], 60, "memory holds the model that was used")  # noqa: B023 - now
+            assert http.get("/v1/models/left").json()["loaded_versions"] == []
+            assert loaded() == ["right"]
+            assert loader.get("/v1/models/left").json()["loaded_versions"] == ["1"]
+    finally:
+        for gateway in gateways:
+            gateway.stop()

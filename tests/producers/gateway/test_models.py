@@ -26,7 +26,7 @@ def test_models_are_listed_with_what_is_loaded(http: httpx.Client):
 
 
 def test_a_model_shows_its_signature(http: httpx.Client):
-    """IN-038 without the lazy load: name, version, inputs and outputs."""
+    """IN-038, of a model in memory: name, version, inputs and outputs."""
     found = http.get("/v1/models/double").json()
     assert (found["name"], found["version"], found["format"], found["streams"]) == ("double", "1", "python", False)
     assert found["inputs"] == [{"name": "x", "dtype": "float32", "shape": ["batch", 4], "optional": False}]
@@ -85,6 +85,13 @@ def test_metrics_count_requests(http: httpx.Client):
     }
     assert {("/v1/models/{name}", "200"), ("/v1/models/{name}", "404")} <= counted
     assert "nothing" not in page.text
+
+
+def test_metrics_can_be_left_out(start_gateway: StartGateway):
+    """ES-045: server.metrics is off, and there is no such page."""
+    with start_gateway(PENSTOCK_INFERENCE_SERVER_METRICS="false").client() as http:
+        assert http.get("/metrics").status_code == 404
+        assert "/metrics" not in http.get("/openapi.json").json()["paths"]
 
 
 def test_the_openapi_document_has_every_route(http: httpx.Client):

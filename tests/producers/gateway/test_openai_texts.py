@@ -103,6 +103,19 @@ def test_stop_ends_the_text_before_it(openai: Any, site: Site):
     assert streamed == answer.choices[0].text
 
 
+def test_a_conversation_goes_on_turn_by_turn(openai: Any):
+    """ES-058: each answer is streamed, ends at a stop text at the latest, and is part of the next question."""
+    wish = {"model": "writer", "max_tokens": 12, "stop": ["</s>", "\n\nYou:"], **GREEDY}
+    conversation = [{"role": "system", "content": "You answer."}]
+    for question in ("one", "two"):
+        conversation.append({"role": "user", "content": question})
+        stream = openai.chat.completions.create(messages=conversation, stream=True, **wish)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        conversation.append({"role": "assistant", "content": text})
+    whole = openai.chat.completions.create(messages=conversation[:-1], **wish)
+    assert whole.choices[0].message.content == conversation[-1]["content"] != ""
+
+
 def test_job_is_the_same_in_every_protocol(site: Site):
     """The id of an answer is that of its job, which the other routes show; a repeated key gives the same one."""
     body = {"model": "writer", "prompt": "a", "max_tokens": 4}

@@ -185,11 +185,16 @@ def test_a_job_that_takes_too_long_is_504(stack: GatewayStack, start_gateway: St
     """timeout_seconds bounds the wait of a request; its job is cancelled, because nobody will read the result."""
     gateway = start_gateway(PENSTOCK_INFERENCE_TIMEOUT_SECONDS="0.1")
     with Client(stack.server.url) as client, gateway.client() as http:
-        running = client.submit_many("napper", [{"x": [[n, 0, 0, 4]]} for n in range(4)])
-        found = http.post("/v1/models/napper:predict", json={"inputs": {"x": [[9, 0, 0, 4]]}})
-        assert found.status_code == 504
-        job_id = found.headers["penstock-job-id"]
-        wait_until(lambda: client.job(job_id).status() == "cancelled", 30, "it is cancelled")
+        # Frozen, the worker cannot be faster than the cancellation.
+        stack.worker.freeze()
+        try:
+            running = client.submit_many("napper", [{"x": [[n, 0, 0, 4]]} for n in range(4)])
+            found = http.post("/v1/models/napper:predict", json={"inputs": {"x": [[9, 0, 0, 4]]}})
+            assert found.status_code == 504
+            job_id = found.headers["penstock-job-id"]
+            wait_until(lambda: client.job(job_id).status() == "cancelled", 30, "it is cancelled")
+        finally:
+            stack.worker.thaw()
         for job in running:
             job.result(60)
 

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from penstock import Client
+from penstock.registry.settings_sections import ServerConfig
 from tests.gateway_process import GatewayProcess
 from tests.producers.gateway.conftest import GatewayStack, StartGateway
 from tests.servers import free_port, wait_until
@@ -194,6 +195,27 @@ def test_the_servers_of_the_documents(stack: GatewayStack, tmp_path: Path, comma
         gateway.stop()
 
 
+@pytest.mark.slow
+def test_gunicorn_sums_its_processes(stack: GatewayStack, tmp_path: Path):
+    """IN-056: with PROMETHEUS_MULTIPROC_DIR the page of either worker of gunicorn counts the requests of both."""
+    port, folder = free_port(), tmp_path / "figures"
+    folder.mkdir()
+    gateway = GatewayProcess(stack.server, tmp_path / "served", environment={"PROMETHEUS_MULTIPROC_DIR": str(folder)})
+    gateway.url = f"http://127.0.0.1:{port}"
+    command = ["gunicorn", "-k", "uvicorn.workers.UvicornWorker", "-w", "2", "-b", f"127.0.0.1:{port}"]
+    try:
+        gateway.launch(sys.executable, "-m", *command, "producers.gateway.app:app")
+        wait_until(gateway.answers, 60, "it answers")
+        for _ in range(20):
+            with gateway.client() as http:
+                assert http.post(PREDICT, json={"inputs": {"x": [ROW]}}).status_code == 200
+        with gateway.client() as http:
+            lines = http.get("/metrics").text.splitlines()
+        assert sum(float(line.split()[-1]) for line in lines if ":predict" in line and "requests_total" in line) == 20
+    finally:
+        gateway.stop()
+
+
 def test_access_lines_are_written_where_the_setting_says(start_gateway: StartGateway):
     """IN-015: none by default; one for each request with UVICORN_ACCESS_LOG."""
     for value, lines in (("false", 0), ("true", 3)):
@@ -214,7 +236,7 @@ def test_a_port_in_use_is_one_line(stack: GatewayStack, tmp_path: Path):
 
 
 def test_settings_of_the_server(stack: GatewayStack, tmp_path: Path):
-    """server.host and server.port come from the environment; an option wins."""
+    """CX-010, CX-011: server.host and server.port come from the environment. It listens there and nowhere else."""
     port = free_port()
     environment = {"PENSTOCK_INFERENCE_SERVER_HOST": "127.0.0.2", "PENSTOCK_INFERENCE_SERVER_PORT": str(port)}
     gateway = GatewayProcess(stack.server, tmp_path / "set", environment=environment)
@@ -222,8 +244,11 @@ def test_settings_of_the_server(stack: GatewayStack, tmp_path: Path):
         gateway.launch(sys.executable, "-m", "penstock", "serve")
         gateway.url = f"http://127.0.0.2:{port}"
         wait_until(gateway.answers, 60, "it answers there")
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://127.0.0.1:{port}/health/live")
     finally:
         gateway.stop()
+    assert (ServerConfig().host, ServerConfig().port) == ("127.0.0.1", 8000)
 
 
 def _received(client: socket.socket) -> bytes:

@@ -9,8 +9,9 @@ import pytest
 
 from penstock.registry.errors import InvalidInput
 from penstock.workers.generation import Engine
-from penstock.workers.generation.chat import chat_output, chat_prompt, chat_tokens
+from penstock.workers.generation.chat import ChatPrompt, chat_output, chat_prompt
 from penstock.workers.generation.outputs import CompletionOutput, Delta, FinishReason, RequestOutput, Usage
+from penstock.workers.generation.prompts import PromptReader
 from tests.workers.generation.architectures import decoder
 from tests.workers.generation.engines import GREEDY, byte_tokenizer, open_engine, write_model
 
@@ -66,7 +67,8 @@ def test_tools_and_their_calls_are_written():
     expected = f"tools: {json.dumps(TOOL)}\n<tool_call>\n<user>Weather?\n<assistant>Zürich\n<tool>rain\n<assistant>"
     assert chat_prompt(tokenizer(), messages, [TOOL]) == expected
     made = tokenizer()
-    assert made.decode(chat_tokens(made, messages, [TOOL])) == expected
+    tokens = PromptReader(made, len(made), 1_000).tokens(ChatPrompt(messages, [TOOL]), 1)
+    assert made.decode(tokens) == expected
 
 
 @pytest.mark.parametrize(("reason", "shown"), [("stop", "tool_calls"), ("length", "length")])

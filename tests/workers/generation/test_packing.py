@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
-from penstock.workers.generation.packing import least_rows, pack
-from penstock.workers.runtime.prepacked import PrepackedLinear, can_prepack
+from penstock.registry.sampling_params import SamplingParams
+from penstock.workers.generation.load_records import LoadRecords
+from penstock.workers.generation.packing import Packing, least_rows
+from penstock.workers.runtime.prepacked import PrepackedLinear, can_prepack, packable
 from tests.servers import leave_out
 from tests.workers.generation.architectures import decoder, reference
 from tests.workers.generation.engines import GREEDY, open_engine, prompts_of, token_ids
@@ -47,9 +52,45 @@ def test_packed_layers_write_the_same():
 def test_the_trial_leaves_each_layer_packed_or_as_it_was():
     """Whichever is faster here; off changes nothing."""
     model = decoder("Llama")
-    kept = pack(model, "auto")
+    kept = Packing(model, "auto", LoadRecords(None))
+    while kept.pack_next():
+        pass
     assert kept.packed == len(_packed_layers(model))
     assert all(layer.least_rows in (1, 4, 16, 64) for layer in _packed_layers(model))
     plain = decoder("Llama")
-    assert pack(plain, "off") == (0, 0, 0)
+    off = Packing(plain, "off", LoadRecords(None))
+    assert (off.packed, off.layers, off.nbytes, off.pack_next()) == (0, 0, 0, False)
     assert _packed_layers(plain) == []
+
+
+def _decided(folder: Path, rows: int | None) -> int:
+    """Writes another outcome into the records of a first load. Returns how many there are."""
+    paths = [path for path in folder.iterdir() if path.name.startswith("packing-")]
+    for path in paths:
+        record = json.loads(path.read_text())
+        record["found"] = {"least_rows": rows}
+        path.write_text(json.dumps(record))
+    return len(paths)
+
+
+@pytest.mark.parametrize("rows", [1, 16, None])
+def test_a_later_load_does_what_the_first_has_measured(rows, tmp_path):
+    """It packs nothing before its first step, and one weight before each step from then on."""
+    if not can_prepack(decoder("Llama")):
+        leave_out("this build of torch has no operators for packed weights")
+    Packing(decoder("Llama"), "auto", LoadRecords(tmp_path))
+    assert _decided(tmp_path, rows) == len({tuple(one.weight.shape) for one in packable(decoder("Llama"))})
+    model = decoder("Llama")
+    (prompt,) = prompts_of(9)
+    expected = reference(model, prompt, 40)
+    engine = open_engine(model, packed_linears="auto", kv_cache_mb=4, cache_dir=tmp_path)
+    layers = engine.packing.layers
+    assert (engine.packing.packed, engine.packing.waiting) == (0, 0 if rows is None else layers)
+    engine.add_request("text", prompt, SamplingParams(temperature=0, max_tokens=40))
+    for steps in range(1, 4):
+        engine.step()
+        assert engine.packing.packed == len(_packed_layers(model)) == (0 if rows is None else steps)
+    written = [engine.step() for _ in range(50)]
+    assert list(next(one for step in written for one in step if one.finished).outputs[0].token_ids) == expected
+    assert engine.packing.packed == (0 if rows is None else layers)
+    assert {layer.least_rows for layer in _packed_layers(model)} == ({rows} if rows else set())

@@ -73,11 +73,10 @@ def test_bad_request_and_bad_sink_end_alone(runner: EngineRunner):
     def refuses(_: RequestOutput) -> bool:
         raise ValueError("no more")
 
-    bad = runner.open(Wish("bad", [10**6], GREEDY))
+    with pytest.raises(InvalidInput, match="as a token"):
+        runner.open(Wish("bad", [10**6], GREEDY))
     refused = runner.open(Wish("refused", [1], GREEDY, sink=refuses))
     good = runner.open(Wish("good", [1, 2], GREEDY))
-    with pytest.raises(InvalidInput, match="as a token"):
-        bad.next(PATIENCE_S)
     with pytest.raises(ValueError, match="no more"):
         refused.next(PATIENCE_S)
     assert len(tokens_of(good)) == GREEDY.max_tokens

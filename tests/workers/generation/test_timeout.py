@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation import Config, Engine
+from penstock.workers.generation.backend import Delivered
 from penstock.workers.generation.model import wrap_decoder
 from tests.workers.generation.architectures import decoder
 from tests.workers.generation.engines import prompts_of
@@ -37,4 +38,29 @@ def test_a_request_ends_at_its_time():
     assert ended["runs"].token_ids == whole.outputs[0].token_ids[:3]
     assert ended["waits"].token_ids == ()
     assert ended["free"].token_ids == whole.outputs[0].token_ids
+    assert engine.stats().pages_used == 0
+
+
+def test_the_time_of_a_continued_request_counts_from_its_first_start():
+    """ES-061: another engine gives it the rest only, or nothing but what was delivered."""
+    now = [100.0]
+    config = Config.from_options({"kv_cache_mb": 2, "packed_linears": "off"})
+    engine = Engine(wrap_decoder(decoder("Llama"), None, None), config, clock=lambda: now[0])
+    (prompt,) = prompts_of(9)
+    params = SamplingParams(temperature=0, max_tokens=20, timeout_s=5)
+    whole = engine.generate([prompt], params)[0].outputs[0].token_ids
+    requests = {}
+    for elapsed_s in (0.0, 3.0, 5.0):
+        request = engine.prepare(f"after {elapsed_s:g}", prompt, params, Delivered(whole[:4], elapsed_s=elapsed_s))
+        engine.admit(request)
+        requests[elapsed_s] = request
+    engine.advance()
+    assert [each.finish_reason for each in requests.values()] == [None, None, "timeout"]
+    now[0] = 102.0
+    engine.advance()
+    assert [each.finish_reason for each in requests.values()] == [None, "timeout", "timeout"]
+    assert [tuple(each.token_ids) for each in requests.values()] == [whole[:6], whole[:5], whole[:4]]
+    now[0] = 105.0
+    engine.advance()
+    assert requests[0.0].finish_reason == "timeout"
     assert engine.stats().pages_used == 0

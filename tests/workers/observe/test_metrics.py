@@ -21,6 +21,30 @@ from penstock.workers.observe.metrics import BatchStats, GenerationFigures, Infe
 
 BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
 
+FIGURES = GenerationFigures(
+    waiting=1,
+    running=2,
+    preempted=3,
+    prompt_tokens=40,
+    generated_tokens=50,
+    steps=20,
+    rows=60,
+    pages_used=6,
+    pages_peak=7,
+    pages_cached=8,
+    pages=9,
+    prefix_queried=90,
+    prefix_found=10,
+    drafted=12,
+    drafts_accepted=11,
+    seats=4,
+    step_s=0.01,
+    seat_s=0.5,
+    text_s=2.0,
+    first_token_s=[0.5],
+    inter_token_s=[0.01],
+)
+
 
 @pytest.fixture
 def metrics() -> InferenceMetrics:
@@ -106,7 +130,7 @@ def test_parser_sees_the_whole_table(metrics: InferenceMetrics):
         of_jobs("mlp", "1", "queue")
     metrics.out_of_memory("mlp", "1")
     metrics.instances_lost("mlp", "1", 2)
-    metrics.generation("mlp", "1", GenerationFigures(1, 2, 3, 40, 50, 6, 7, 8, 90, 10, [0.5], [0.01]))
+    metrics.generation("mlp", "1", FIGURES, wait_s=1.5)
     metrics.taken_over("mlp")
     metrics.traffic_share("mlp", "1", 0.5)
     metrics.quarantined("mlp")
@@ -123,6 +147,44 @@ def test_parser_sees_the_whole_table(metrics: InferenceMetrics):
         samples = families[metric.name.removesuffix("_total")].samples
         assert samples, metric.name
         assert all(set(each.labels) - {"le"} == set(metric.labels) for each in samples)
+
+
+def test_figures_of_an_engine_have_their_metrics(metrics: InferenceMetrics):
+    """What vLLM counts, each under its name of the table: a figure that has none would be lost."""
+    metrics.generation("mlp", "1", FIGURES, wait_s=1.5)
+    found = {
+        (sample.name, sample.labels.get("state") or sample.labels.get("kind", "")): sample.value
+        for family in page(metrics).values()
+        for sample in family.samples
+        if sample.labels.get("model_name") == "mlp"
+    }
+    expected = {
+        ("penstock_generation_requests", "waiting"): 1,
+        ("penstock_generation_requests", "running"): 2,
+        ("penstock_generation_preempted_total", ""): 3,
+        ("penstock_generation_predicted_wait_seconds", ""): 1.5,
+        ("penstock_generation_steps_total", ""): 20,
+        ("penstock_generation_rows_total", ""): 60,
+        ("penstock_tokens_total", "prompt"): 40,
+        ("penstock_tokens_total", "generated"): 50,
+        ("penstock_pages", "used"): 6,
+        ("penstock_pages", "peak"): 7,
+        ("penstock_pages", "cached"): 8,
+        ("penstock_pages", "all"): 9,
+        ("penstock_prefix_tokens_total", "queried"): 90,
+        ("penstock_prefix_tokens_total", "found"): 10,
+        ("penstock_draft_tokens_total", "drafted"): 12,
+        ("penstock_draft_tokens_total", "accepted"): 11,
+        ("penstock_first_token_seconds_count", ""): 1,
+        ("penstock_inter_token_seconds_count", ""): 1,
+    }
+    assert {key: found.get(key) for key in expected} == expected
+
+
+def test_an_unknown_wait_is_not_reported(metrics: InferenceMetrics):
+    """A 0 would promise a seat at once."""
+    metrics.generation("mlp", "1", FIGURES)
+    assert page(metrics)["penstock_generation_predicted_wait_seconds"].samples == []
 
 
 def test_latency_buckets_are_the_configured_ones(metrics: InferenceMetrics):

@@ -82,3 +82,13 @@ def test_cancelled_and_lost_jobs_are_told_to_end(job: ClaimedJob, writer: EventW
     for job.is_cancelled, job.is_lost in ((False, False), (True, False), (False, True)):
         seen.append(stream.is_cancelled)
     assert seen == [False, True, True]
+
+
+def test_time_is_that_of_the_broker(broker: Broker, job: ClaimedJob, writer: EventWriter):
+    """As at the claim, and what has passed here since: workers whose clocks differ agree on it."""
+    seconds = [job.claimed]
+    stream = EventStream(job, lambda: None, writer, UNSIGNED, MAX_BYTES, clock=lambda: seconds[0])
+    at_claim = stream.now_ms
+    assert at_claim == int(job.delivery.accepted_ms + job.queue_ms)
+    seconds[0] += 2.5
+    assert stream.now_ms - at_claim in (2499, 2500, 2501)

@@ -10,8 +10,10 @@ from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
+from penstock.producers.gateway.rpc.health import MOST_WATCHES
 from tests.producers.gateway.conftest import GatewayStack, StartGateway
-from tests.producers.gateway.rpc.conftest import PATIENCE_S, Caller
+from tests.producers.gateway.rpc.conftest import PATIENCE_S, PREDICT, TWICE, Caller, predict_request
+from tests.servers import wait_until
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 REFLECT = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
@@ -58,6 +60,32 @@ def test_watch_tells_that_the_server_stops(start_gateway: StartGateway, open_cal
     assert statuses == [health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING]
     assert watching.code().name == "OK"
     assert gateway.wait(60) == 0
+
+
+def test_watches_are_bounded_apart_from_calls(start_gateway: StartGateway, open_caller):
+    """Clients without a key may watch, only so many at a time, and calls are answered meanwhile."""
+    gateway = start_gateway(PENSTOCK_INFERENCE_SERVER_MAX_WAITING="512")
+    rpc = open_caller(gateway.rpc)
+    watch = rpc.channel.unary_stream(WATCH)
+    watching = [watch(b"", timeout=PATIENCE_S, wait_for_ready=True) for _ in range(MOST_WATCHES)]
+    for each in watching:
+        next(each)
+    with pytest.raises(grpc.RpcError) as refused:
+        next(watch(b"", timeout=PATIENCE_S))
+    assert refused.value.code().name == "RESOURCE_EXHAUSTED"
+    assert rpc.call(PREDICT, predict_request())[0].predictions == TWICE
+    watching.pop().cancel()
+
+    def begins() -> bool:
+        try:
+            next(watch(b"", timeout=PATIENCE_S))
+        except grpc.RpcError:
+            return False
+        return True
+
+    wait_until(begins, 60, "a place is free")
+    for each in watching:
+        each.cancel()
 
 
 def test_an_unknown_service_is_watched_as_unknown(rpc: Caller):

@@ -1,4 +1,4 @@
-"""The settings of the garbage collector in a worker process."""
+"""The settings of the garbage collector in a process of ours."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.workers.process import garbage
+from penstock.registry import garbage
 
 
 @pytest.fixture(autouse=True)

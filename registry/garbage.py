@@ -1,4 +1,4 @@
-"""The garbage collector of a worker process: seldom while frameworks are imported, and without them afterwards.
+"""The garbage collector of a process of ours: seldom during imports, and without what they made afterwards.
 
 start of the process -> collect_seldom -> imports, loads -> freeze -> jobs
 """
