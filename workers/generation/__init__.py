@@ -36,6 +36,7 @@ tool_calls       text -> the tools that it calls
 outputs          what the caller gets
 backend          the seam between a job and what writes its text
 predicted_wait   what is ahead of a text -> seconds until it has a seat; pure
+engine_counts    what an engine counts from step to step
 engine_times     times and lengths of late, for reports
 runner           the backend that owns an engine
 server_backend   the backend whose texts another server writes

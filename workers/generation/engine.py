@@ -31,6 +31,7 @@ from penstock.workers.generation.backend import Delivered, Prompt
 from penstock.workers.generation.batch import flat_batch
 from penstock.workers.generation.chat import ChatPrompt, chat_output, parser_of
 from penstock.workers.generation.config import Config
+from penstock.workers.generation.engine_counts import EngineCounts
 from penstock.workers.generation.forward_attempts import Attempted, ForwardAttempts
 from penstock.workers.generation.load_records import LoadRecords
 from penstock.workers.generation.model import Decoder, load_decoder, wrap_decoder
@@ -91,13 +92,7 @@ class Engine:
         self._attempts: Final = ForwardAttempts(self._forward, config.scheduler.max_num_batched_tokens)
         self._lock: Final = threading.RLock()
         self._serials: Final = count()
-        self._steps = 0
-        self._rows = 0
-        self._pages_peak = 0
-        self._prompt_tokens = 0
-        self._generated = 0
-        self._drafts = 0
-        self._drafts_accepted = 0
+        self._counts: Final = EngineCounts()
 
     @classmethod
     def from_pretrained(cls, path: str | Path, config: Config | None = None, **options: Any) -> Engine:
@@ -263,19 +258,19 @@ class Engine:
             return EngineStats(
                 waiting=len(self.scheduler.waiting),
                 running=len(self.scheduler.running),
-                steps=self._steps,
-                rows=self._rows,
+                steps=self._counts.steps,
+                rows=self._counts.rows,
                 preemptions=self.scheduler.num_preemptions,
-                prompt_tokens_computed=self._prompt_tokens,
-                tokens_generated=self._generated,
+                prompt_tokens_computed=self._counts.prompt_tokens,
+                tokens_generated=self._counts.generated,
                 pages_used=self.pages.num_used,
-                pages_peak=self._pages_peak,
+                pages_peak=self._counts.pages_peak,
                 pages_total=self.pages.num_usable,
                 pages_cached=len(prefixes) if prefixes else 0,
                 prefix_tokens_found=prefixes.hits if prefixes else 0,
                 prefix_tokens_queried=prefixes.queries if prefixes else 0,
-                draft_tokens=self._drafts,
-                draft_tokens_accepted=self._drafts_accepted,
+                draft_tokens=self._counts.drafts,
+                draft_tokens_accepted=self._counts.drafts_accepted,
             )
 
     # One step
@@ -308,7 +303,7 @@ class Engine:
     def _record(self, attempted: Attempted) -> None:
         found = attempted.found
         tokens = {name: [one.token for one in each if one.token is not None] for name, each in found.items()}
-        self._count(attempted.computed)
+        self._counts.step(attempted.computed, self.pages.num_used)
         self.scheduler.record(
             attempted.computed,
             {name: each[-1] for name, each in tokens.items() if each},
@@ -338,9 +333,9 @@ class Engine:
         if sampled[-1].token is None:
             request.finish("error")
         else:
-            self._generated += request.accept(sampled, len(chunk.drafts))
-            self._drafts += len(chunk.drafts)
-            self._drafts_accepted += len(sampled) - 1
+            self._counts.generated += request.accept(sampled, len(chunk.drafts))
+            self._counts.drafts += len(chunk.drafts)
+            self._counts.drafts_accepted += len(sampled) - 1
         if request.finish_reason is not None:
             self._end(request)
 
@@ -354,14 +349,6 @@ class Engine:
         late = [each for each in self._timed.values() if (each.deadline_s or 0) <= self._clock()]
         for request in late:
             self._finish(request, "timeout")
-
-    def _count(self, chunks: Sequence[Chunk]) -> None:
-        self._steps += 1
-        self._rows += len(chunks)
-        self._pages_peak = max(self._pages_peak, self.pages.num_used)
-        for chunk in chunks:
-            if (left := chunk.sequence.num_prompt - chunk.start) > 0:
-                self._prompt_tokens += min(chunk.num_tokens, left)
 
     # Requests
 
