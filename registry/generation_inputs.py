@@ -19,6 +19,7 @@ import numpy as np
 from penstock.registry.chat_messages import checked_messages, checked_tools
 from penstock.registry.errors import InvalidInput, described, shown
 from penstock.registry.package.generation import MESSAGES, MOST_TOKENS, PROMPT, SAMPLING, TOKEN_IDS, TOOLS
+from penstock.registry.package.text_server import check_obeyed
 from penstock.registry.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -141,6 +142,8 @@ def _check_fits(spec: ModelSpec, inputs: Mapping[str, Any]) -> None:
     params = read_params(inputs)
     if params.prompt_logprobs is not None:
         raise InvalidInput(f"prompt_logprobs: found {params.prompt_logprobs}, expected none: a job has no such output")
+    if spec.generate is not None and spec.generate.runtime_url is not None:
+        check_obeyed(params, spec.generate.runtime_fields, is_chat=MESSAGES in inputs)
     most = params.max_tokens
     limit = spec.generate.max_model_len if spec.generate is not None else None
     if limit is None:

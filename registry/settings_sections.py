@@ -473,6 +473,11 @@ class InferenceConfig(Section):
     frameworks: tuple[Literal["pytorch", "transformers", "onnxruntime"], ...] = Field(
         default=("pytorch", "transformers", "onnxruntime"), description="Frameworks that models may use"
     )
+    runtime_hosts: tuple[str, ...] = Field(
+        default=(),
+        description="Hosts, addresses and networks of servers that packages may name as generate.runtime_url; the "
+        "loopback needs no entry",
+    )
     device: Annotated[str, AfterValidator(_device)] = Field(default="auto", description="auto, cpu, cuda or cuda:N")
     repo_root: Folder = Field(default=Path("models"), description="The models root: <name>/<version>/model.yaml")
     model_version: str = Field(

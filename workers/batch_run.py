@@ -189,11 +189,15 @@ class BatchRun:
     def is_last(self) -> bool:
         """Whether its jobs have no further forward if this one exceeds its limit.
 
-        A job has one more if its neighbours, an optimized form or a process that stood still may be at fault.
+        A job has one more if its neighbours, in the batch or in an engine, an optimized form or a process that stood
+        still may be at fault.
         """
         if self._is_last_crash:
             return True
         if self.is_disturbed or len(self.batch.items) > 1 or self.form_in_use is not None:
+            return False
+        if self.version.policy.seats and not self.is_as_built:
+            # The jobs of an engine share its steps. Only one that runs alone, as a suspect, is surely at fault.
             return False
         job = self.batch.items[0].job
         retry = job.header.options.retry

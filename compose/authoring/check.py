@@ -44,10 +44,11 @@ class FailedForward(ModelError):
 
 
 class CheckTarget(NamedTuple):
-    """device, threads: see Runtime.load."""
+    """device, threads: see Runtime.load. runtime_hosts: see the setting."""
 
     device: str
     threads: int
+    runtime_hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ def check_package(
         given = package.spec.signature.example(1) if package.spec.generate is None else example_inputs()
     inputs = package.spec.signature.check(given)
     tell("files", _files(package))
-    with closing(open_runtime(package, generate=GenerateRuntime)) as runtime:
+    with closing(open_runtime(package, runtime_hosts=target.runtime_hosts, generate=GenerateRuntime)) as runtime:
         began = time.monotonic()
         runtime.load(target.device, target.threads)
         load_s = time.monotonic() - began

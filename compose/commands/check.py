@@ -115,7 +115,7 @@ def _target(settings: Settings, environ: Mapping[str, str]) -> CheckTarget:
     device = settings.inference.device
     if device == "auto":
         device = "cuda" if visible_gpus(environ) else "cpu"
-    return CheckTarget(device, granted_threads(device, environ))
+    return CheckTarget(device, granted_threads(device, environ), settings.inference.runtime_hosts)
 
 
 def _read_sample(text: str) -> dict[str, object]:

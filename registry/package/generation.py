@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from penstock.registry.package.spec_sections import Section
+from penstock.registry.package.text_server import KeyVariable, ServedField, ServerUrl
 from penstock.registry.tensors import Array
 
 __all__ = [
@@ -93,6 +94,16 @@ class Generation(Section):
     """Steps after which a waiting request rises by one priority."""
     packed_linears: Literal["auto", "on", "off"] = "auto"
     """Weights in oneDNN's layout; auto: where they are measured to be faster."""
+    runtime_url: ServerUrl | None = None
+    """Another server, with OpenAI's routes, that writes the texts; null: our engine does."""
+    runtime_model: Annotated[str | None, Field(min_length=1, max_length=256)] = None
+    """The name of the model at that server; null: that of the package."""
+    runtime_key: KeyVariable | None = None
+    """The environment variable of the worker with the server's API key; its name ends with _RUNTIME_KEY."""
+    runtime_fields: Annotated[tuple[ServedField, ...], Field(strict=False, max_length=32)] = ()
+    """Sampling fields that the server obeys beyond those of OpenAI, such as top_k and min_p."""
+    runtime_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
+    """Seconds that a job waits for the server: for the next bytes, and while it is away."""
 
     @model_validator(mode="before")
     @classmethod
@@ -110,6 +121,17 @@ class Generation(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _has_one_runtime(self) -> Generation:
+        # A stored spec has all fields, so those with their defaults do not count.
+        given = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        wrong = [name for name in given if _is_remote(name) != (self.runtime_url is not None)]
+        if self.runtime_url is None and wrong:
+            raise ValueError(f"{wrong[0]}: found without runtime_url, expected both or none")
+        if wrong := [name for name in wrong if name not in ("max_model_len", "max_num_seqs")]:
+            raise ValueError(f"{wrong[0]}: found beside runtime_url, expected none: the server has its own engine")
+        return self
+
     @property
     def urgent_seats(self) -> int:
         """Jobs beyond `max_num_seqs` that a worker takes where they are more urgent than a running one."""
@@ -117,7 +139,11 @@ class Generation(Section):
 
     def engine_options(self) -> dict[str, Any]:
         """The options by the names of `Engine.from_pretrained`."""
-        return self.model_dump(exclude={"profile"})
+        return {name: value for name, value in self.model_dump(exclude={"profile"}).items() if not _is_remote(name)}
+
+
+def _is_remote(name: str) -> bool:
+    return name.startswith("runtime_")
 
 
 def example_inputs() -> dict[str, Array]:

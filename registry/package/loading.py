@@ -139,7 +139,7 @@ class Package:
 
     def _inspect(self) -> None:
         weights = self.weights_file()
-        if self.spec.format in ("transformers", "generate"):
+        if self.spec.source is not None:
             inspect_transformers(self.source_folder(), self.label)
         elif weights is not None:
             inspect = {"torchscript": inspect_torchscript, "pytorch": inspect_safetensors, "onnx": inspect_onnx}

@@ -278,8 +278,11 @@ def _check_format(spec: ModelSpec) -> None:
 
 
 def _check_generate(spec: ModelSpec) -> None:
-    if spec.source is None:
+    has_server = spec.generate is not None and spec.generate.runtime_url is not None
+    if spec.source is None and not has_server:
         raise ValueError(f"source: expected a source, or model.safetensors in the package, for format {GENERATE}")
+    if spec.source is not None and has_server:
+        raise ValueError("source: found weights beside generate.runtime_url, expected one of both")
     for field in ("entrypoint", "task"):
         if getattr(spec, field) is not None:
             raise ValueError(f"{field}: found one, expected none for format {GENERATE}")

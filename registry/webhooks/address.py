@@ -1,4 +1,5 @@
-"""Which addresses webhooks may call: public ones, and those that the operator allows. The guard against SSRF.
+"""Which addresses a URL from outside may lead to: public ones, and those that the operator allows. The guard of
+webhooks and of text servers against SSRF.
 
     host --> one look-up --> addresses --> those that may be called --> the connection is made to one of these
 
@@ -23,6 +24,7 @@ __all__ = ["AddressRefused", "AddressRules", "Resolve", "is_public", "resolve"]
 Address: TypeAlias = IPv4Address | IPv6Address
 Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
 """(host, port) -> addresses. Raises OSError."""
+_LOOPBACK: Final = ("127.0.0.0/8", "::1/128")
 _NAT64: Final = IPv6Network("64:ff9b::/96")
 
 
@@ -35,16 +37,21 @@ class AddressRefused(Exception):
 
 
 class AddressRules:
-    """The rules of one deliverer.
+    """The rules of one caller.
 
     allowed: host names, addresses and networks that may be called although they are not public. A name that is allowed
-    may have any address. Raises ConfigurationError for an entry that is none of these.
+    may have any address. setting: the one that has `allowed`, for messages. takes_public: public addresses need no
+    entry; else those of the loopback need none. Raises ConfigurationError for an entry that is none of these.
     """
 
-    def __init__(self, allowed: Sequence[str] = ()) -> None:
+    def __init__(
+        self, allowed: Sequence[str] = (), *, setting: str = "webhooks.allow", takes_public: bool = True
+    ) -> None:
+        self._setting: Final = setting
+        self._takes_public: Final = takes_public
         self._names: Final[set[str]] = set()
         self._networks: Final[list[IPv4Network | IPv6Network]] = []
-        for entry in allowed:
+        for entry in (*allowed, *(() if takes_public else _LOOPBACK)):
             self._add(entry.strip().lower())
 
     def _add(self, entry: str) -> None:
@@ -53,13 +60,14 @@ class AddressRules:
         except ValueError:
             if not entry or "/" in entry or ":" in entry:
                 raise ConfigurationError(
-                    f"webhooks.allow has {shown(entry)}. Expected host names, addresses or networks such as 10.1.0.0/16"
+                    f"{self._setting} has {shown(entry)}. "
+                    "Expected host names, addresses or networks such as 10.1.0.0/16"
                 ) from None
             self._names.add(entry)
 
     def allows(self, host: str, address: Address) -> bool:
         """Whether a URL with this host may be called at this address."""
-        if host.lower() in self._names or is_public(address):
+        if host.lower() in self._names or (self._takes_public and is_public(address)):
             return True
         mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
         return any((mapped or address) in network for network in self._networks)
@@ -69,7 +77,8 @@ class AddressRules:
         allowed = [each for each in found if self.allows(host, ipaddress.ip_address(each))]
         if not allowed:
             raise AddressRefused(
-                f"the address of {host} is not a public one, and webhooks.allow does not name it",
+                f"the address of {host} is not {'a public one' if self._takes_public else 'on the loopback'}, and "
+                f"{self._setting} does not name it",
                 is_final=is_address(host),
             )
         return allowed

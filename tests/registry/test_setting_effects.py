@@ -37,6 +37,7 @@ PROOFS = {
     "enabled": "workers/cache/test_cached_answers.py::test_answers_are_not_cached_where_caching_is_off",
     "max_level": "workers/versions/test_version.py::test_jobs_share_a_forward_from_level_2_on",
     "frameworks": "flow/test_formats.py::test_worker_without_a_framework_refuses_its_models_and_never_loads_it",
+    "runtime_hosts": "workers/versions/test_version.py::test_a_text_server_must_be_named_by_the_operator",
     "device": "flow/test_configured_worker.py::test_worker_without_a_gpu_falls_back_to_the_cpu",
     "repo_root": "compose/commands/test_run.py::test_worker_command_serves_and_drains",
     "model_version": "workers/versions/test_repository.py::test_models_and_versions_in_the_settings_must_exist",

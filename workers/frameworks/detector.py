@@ -54,5 +54,10 @@ def detect_framework(model: object) -> str:
 
 
 def framework_of_package(package: Package) -> str | None:
-    """The framework that a package's format needs; None for `python`, whose code may import any, and for a pipeline."""
+    """The framework that a package's format needs.
+
+    None for `python`, whose code may import any, for a pipeline, and where another server writes the texts.
+    """
+    if package.spec.generate is not None and package.spec.generate.runtime_url is not None:
+        return None
     return _BY_FORMAT[package.spec.format]

@@ -10,6 +10,7 @@ scheduler        requests -> what one step computes; pure
 request_queue    waiting requests by priority, age and arrival; pure
 pages            pages in use, free and idle; pure
 prefix_cache     pages by the tokens before and in them; pure
+forward_attempts the forwards of a step, smaller ones where one fails
 batch            a step's plan -> flat tensors
 model            a folder -> a decoder
 layer_rules      which keys a layer's queries see
@@ -33,10 +34,16 @@ chat             messages -> prompt; output -> messages
 prompts          a prompt -> its tokens
 tool_calls       text -> the tools that it calls
 outputs          what the caller gets
+backend          the seam between a job and what writes its text
 predicted_wait   what is ahead of a text -> seconds until it has a seat; pure
+engine_counts    what an engine counts from step to step
 engine_times     times and lengths of late, for reports
-runner           the thread that owns an engine
-served           the runtime of format `generate`: jobs -> the runner
+runner           the backend that owns an engine
+server_backend   the backend whose texts another server writes
+server_request   a wish -> the request to that server
+server_call      one connection to it: request -> events
+server_text      events -> outputs
+served           the runtime of format `generate`: jobs -> a backend
 
 The names are loaded at first use, because the engine imports torch.
 """

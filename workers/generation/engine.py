@@ -18,7 +18,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -28,9 +27,12 @@ from penstock.registry.errors import ConfigurationError, InvalidInput, described
 from penstock.registry.queues import Priority, PriorityName
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.attention import KeyValuePools
+from penstock.workers.generation.backend import Delivered, Prompt
 from penstock.workers.generation.batch import flat_batch
 from penstock.workers.generation.chat import ChatPrompt, chat_output, parser_of
 from penstock.workers.generation.config import Config
+from penstock.workers.generation.engine_counts import EngineCounts
+from penstock.workers.generation.forward_attempts import Attempted, ForwardAttempts
 from penstock.workers.generation.load_records import LoadRecords
 from penstock.workers.generation.model import Decoder, load_decoder, wrap_decoder
 from penstock.workers.generation.outputs import ChatOutput, EngineStats, FinishReason, RequestOutput
@@ -38,8 +40,8 @@ from penstock.workers.generation.packing import Packing
 from penstock.workers.generation.pages import PagePool
 from penstock.workers.generation.prefix_cache import PrefixCache
 from penstock.workers.generation.probe import probe
-from penstock.workers.generation.prompts import Prompt, PromptReader
-from penstock.workers.generation.request import Delivered, GenerationRequest
+from penstock.workers.generation.prompts import PromptReader
+from penstock.workers.generation.request import GenerationRequest
 from penstock.workers.generation.sampler import Sampled
 from penstock.workers.generation.scheduler import Chunk, Scheduler
 from penstock.workers.generation.scheduler import Sequence as Scheduled
@@ -53,19 +55,6 @@ __all__ = ["Engine"]
 
 _MOST_GUESSING: Final = 2
 """Running requests beside which guesses pay on a CPU."""
-
-
-@dataclass(slots=True)
-class _Counts:
-    """Since the engine was made; see EngineStats."""
-
-    steps: int = 0
-    rows: int = 0
-    pages_peak: int = 0
-    prompt_tokens: int = 0
-    generated: int = 0
-    drafts: int = 0
-    drafts_accepted: int = 0
 
 
 class Engine:
@@ -100,9 +89,10 @@ class Engine:
         """Those of them that have a time to end."""
         self._stepped: dict[str, GenerationRequest] = {}
         """Requests whose outputs `step` returns: those of `add_request`."""
+        self._attempts: Final = ForwardAttempts(self._forward, config.scheduler.max_num_batched_tokens)
         self._lock: Final = threading.RLock()
         self._serials: Final = count()
-        self._counts: Final = _Counts()
+        self._counts: Final = EngineCounts()
 
     @classmethod
     def from_pretrained(cls, path: str | Path, config: Config | None = None, **options: Any) -> Engine:
@@ -133,8 +123,8 @@ class Engine:
     ) -> list[RequestOutput]:
         """The whole texts, in the order of the prompts.
 
-        Raises InvalidInput before anything is computed. A request whose logits are not finite ends with the finish
-        reason `error`; the others go on.
+        Raises InvalidInput before anything is computed, and, when all have ended, what the model raised for one of the
+        prompts. A request whose logits are not finite ends with the finish reason `error`; the others go on.
         """
         params = _params(sampling_params)
         made = [self._request(None, prompt, params, is_streamed=False) for prompt in _prompts(prompts)]
@@ -144,6 +134,9 @@ class Engine:
                 self._advance()
         finally:
             self._drop(requests)
+        for request in requests:
+            if request.failure is not None:
+                raise request.failure
         return [output(request) for request in requests]
 
     def stream(
@@ -283,7 +276,7 @@ class Engine:
     # One step
 
     def _advance(self) -> None:
-        """ends by time -> plan -> one more layer packed -> forward -> sample -> record -> ends."""
+        """ends by time -> plan -> one more layer packed -> forwards, with samples -> record -> ends."""
         with self._lock:
             self._end_late()
             plan = self.scheduler.plan(self._guesses())
@@ -292,19 +285,38 @@ class Engine:
             if not plan.chunks:
                 return
             self.packing.pack_next()
-            batch = flat_batch(plan.chunks, self.pages.page_size)
-            logits, _ = self.decoder.forward(batch, self._pools)
-            found = sampled_tokens(logits, batch.sampling, self._requests)
-            tokens = {name: [one.token for one in each if one.token is not None] for name, each in found.items()}
-            self._count(plan.chunks)
-            self.scheduler.record(
-                plan,
-                {name: each[-1] for name, each in tokens.items() if each},
-                {name: each[:-1] for name, each in tokens.items()},
-            )
-            for chunk in batch.sampling:
-                if chunk.sequence.request_id in found:
-                    self._settle(self._requests[chunk.sequence.request_id], chunk, found[chunk.sequence.request_id])
+            try:
+                attempted = self._attempts.run(plan.chunks)
+            except BaseException:
+                self.scheduler.disturb(plan.chunks)
+                raise
+            self._record(attempted)
+            for chunk, error in attempted.failed:
+                self.scheduler.disturb([chunk])
+                self._fail(chunk, error)
+
+    def _forward(self, chunks: Sequence[Chunk]) -> dict[str, list[Sampled]]:
+        batch = flat_batch(chunks, self.pages.page_size)
+        logits, _ = self.decoder.forward(batch, self._pools)
+        return sampled_tokens(logits, batch.sampling, self._requests)
+
+    def _record(self, attempted: Attempted) -> None:
+        found = attempted.found
+        tokens = {name: [one.token for one in each if one.token is not None] for name, each in found.items()}
+        self._counts.step(attempted.computed, self.pages.num_used)
+        self.scheduler.record(
+            attempted.computed,
+            {name: each[-1] for name, each in tokens.items() if each},
+            {name: each[:-1] for name, each in tokens.items()},
+        )
+        for chunk in attempted.computed:
+            name = chunk.sequence.request_id
+            # The texts of one request end together where one of them fails.
+            if name in found and (request := self._requests.get(name)) is not None:
+                try:
+                    self._settle(request, chunk, found[name])
+                except Exception as error:  # a tokenizer may raise anything; only this request fails
+                    self._fail(chunk, error)
 
     def _guesses(self) -> dict[str, list[int]]:
         """More rows have enough work for a forward: guesses would take its time from them."""
@@ -327,18 +339,16 @@ class Engine:
         if request.finish_reason is not None:
             self._end(request)
 
+    def _fail(self, chunk: Chunk, error: Exception) -> None:
+        """Ends all texts of the request with this error."""
+        if (request := self._requests.get(chunk.sequence.request_id)) is not None:
+            request.first.failure = error
+            self._finish(request.first, "error")
+
     def _end_late(self) -> None:
         late = [each for each in self._timed.values() if (each.deadline_s or 0) <= self._clock()]
         for request in late:
             self._finish(request, "timeout")
-
-    def _count(self, chunks: Sequence[Chunk]) -> None:
-        self._counts.steps += 1
-        self._counts.rows += len(chunks)
-        self._counts.pages_peak = max(self._counts.pages_peak, self.pages.num_used)
-        for chunk in chunks:
-            if (left := chunk.sequence.num_prompt - chunk.start) > 0:
-                self._counts.prompt_tokens += min(chunk.num_tokens, left)
 
     # Requests
 
@@ -422,8 +432,10 @@ class Engine:
         try:
             while not is_finished(request):
                 self._advance()
-                if has_news(request):
+                if has_news(request) and request.failure is None:
                     yield output(request)
+            if request.failure is not None:
+                raise request.failure
             if has_news(request):
                 yield output(request)
         finally:

@@ -73,6 +73,8 @@ class RequestOutput:
     """Of each of the outputs."""
     prompt_logprobs: tuple[dict[int, float] | None, ...] | None = None
     """At each token of the prompt that was computed; None at the first, which has nothing before it."""
+    messages: tuple[ChatMessage, ...] | None = None
+    """The answers to a chat, where another server has parsed them."""
 
     @property
     def delta_text(self) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from penstock.registry.sampling_params import SamplingParams
+from penstock.workers.generation.backend import Delivered
 from penstock.workers.generation.outputs import CompletionOutput, Delta, FinishReason
 from penstock.workers.generation.sampler import Sampled, logprobs_at
 from penstock.workers.generation.sampling_row import SamplingRow
@@ -24,21 +25,7 @@ from penstock.workers.generation.structure import TextMatcher
 from penstock.workers.generation.text import TextStream, decode
 from penstock.workers.generation.token_history import TokenHistory
 
-__all__ = ["Delivered", "GenerationRequest", "TokenRules"]
-
-
-@dataclass(frozen=True, slots=True)
-class Delivered:
-    """What another engine generated and delivered of a request. characters: of its text.
-
-    logprobs: at each token, where the request asks for them. elapsed_s: since the request began there; its time-out
-    counts from then.
-    """
-
-    token_ids: Tokens[int] = ()
-    characters: int = 0
-    logprobs: Tokens[dict[int, float]] = ()
-    elapsed_s: float = 0.0
+__all__ = ["GenerationRequest", "TokenRules"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +58,8 @@ class GenerationRequest:
     """The first text, for its siblings."""
     deadline_s: float | None = None
     finish_reason: FinishReason | None = None
+    failure: Exception | None = None
+    """What the model or its tokenizer raised for one of the texts: the first text has it."""
     stop_reason: int | str | None = None
     logprobs: list[dict[int, float]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float] | None] = field(default_factory=list)
@@ -208,7 +197,7 @@ class GenerationRequest:
         if self.deadline_s is not None:
             self.deadline_s -= delivered.elapsed_s
         if self.stream is not None:
-            self.stream.skip(delivered.characters)
+            self.stream.skip(len(delivered.text))
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends the text. A stop string that only the last incomplete character made visible still cuts."""

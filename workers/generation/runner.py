@@ -7,8 +7,9 @@ A job's own thread sleeps until its request has ended. Waking each of them for e
 Python from the engine hundreds of times a second. It prepares the request before: templates, tokenizers and compilers
 of forms may take longer than many steps.
 
-Texts are decoded and handed over in intervals: the first token of each at once, later ones of all together. An
-exception of a step fails the requests of that moment, and no later one.
+Texts are decoded and handed over in intervals: the first token of each at once, later ones of all together. What the
+model raises for one request ends that one. Any other exception of a step ends the requests of that moment, and no later
+one.
 """
 
 from __future__ import annotations
@@ -17,48 +18,29 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Final
 
 from penstock.registry.errors import ModelNotReady
-from penstock.registry.queues import PriorityName
-from penstock.registry.sampling_params import SamplingParams
-from penstock.workers.generation.chat import ChatPrompt
+from penstock.workers.generation.backend import Wish
+from penstock.workers.generation.chat import ChatPrompt, chat_output, parser_of
 from penstock.workers.generation.engine import Engine
 from penstock.workers.generation.engine_times import EngineTimes
-from penstock.workers.generation.outputs import RequestOutput
-from penstock.workers.generation.prompts import Prompt
-from penstock.workers.generation.request import Delivered, GenerationRequest
+from penstock.workers.generation.outputs import ChatMessage, RequestOutput
+from penstock.workers.generation.request import GenerationRequest
 from penstock.workers.generation.text_group import has_news, is_finished, output
 from penstock.workers.observe.metrics import GenerationFigures
 
-__all__ = ["EngineRunner", "Ticket", "Wish"]
+__all__ = ["EngineRunner", "Ticket"]
 
 logger = logging.getLogger("penstock.runtime")
 
 _DELIVER_S: Final = 0.06
 """Between two outputs of one request. The eye reads no faster, and each output costs as much as a small step."""
+_MOST_UNDELIVERED: Final = 2
+"""Outputs have the whole text so far: a broker that is away must not make them pile up."""
 _JOIN_S: Final = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """One request, as a job asks for it."""
-
-    request_id: str
-    prompt: Prompt | ChatPrompt
-    params: SamplingParams
-    priority: PriorityName = "normal"
-    tenant: str = ""
-    delivered: Delivered | None = None
-    sink: Callable[[RequestOutput], bool] | None = None
-    """Called on the delivery thread with each output. It returns whether the job's own thread is to look, and its
-    error ends the request."""
-    together: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Entered around the calls of all sinks at one delivery: those of one worker write together."""
 
 
 class Ticket:
@@ -130,6 +112,11 @@ class EngineRunner:
         self._delivery.start()
         self._thread.start()
 
+    @property
+    def most_tokens(self) -> int:
+        """See Backend."""
+        return self.engine.most_tokens
+
     def open(self, wish: Wish) -> Ticket:
         """Prepares the request on this thread; it joins before the next step.
 
@@ -137,6 +124,8 @@ class EngineRunner:
         """
         opened_at = self._clock()
         request = self.engine.prepare(wish.request_id, wish.prompt, wish.params, wish.delivered)
+        if wish.delivered is not None:
+            wish.resume()
         ticket = Ticket(wish, request, opened_at, self._leave)
         with self._has_news:
             if self._is_stopping:
@@ -144,6 +133,10 @@ class EngineRunner:
             self._incoming.append(ticket)
             self._has_news.notify()
         return ticket
+
+    def messages(self, output: RequestOutput, prompt: ChatPrompt) -> Sequence[ChatMessage]:
+        """See Backend."""
+        return chat_output(output, parser_of(self.engine.decoder.tokenizer, prompt), prompt.tool_names).messages
 
     def stop(self) -> None:
         """Ends the thread after the step that runs. Requests that are left end with ModelNotReady."""
@@ -239,7 +232,8 @@ class EngineRunner:
         self._tickets[wish.request_id] = ticket
 
     def _deliver(self, now: float) -> None:
-        if is_due := now >= self._deliver_at:
+        # While the delivery thread waits for the broker, what is new comes together.
+        if is_due := now >= self._deliver_at and self._deliveries.qsize() < _MOST_UNDELIVERED:
             self._deliver_at = now + _DELIVER_S
         outputs: list[tuple[Ticket, RequestOutput]] = []
         for ticket in [*self._tickets.values()]:
@@ -247,6 +241,9 @@ class EngineRunner:
             if not has_news(request):
                 continue
             has_ended = is_finished(request)
+            if request.failure is not None:
+                self._fail(ticket, request.failure)
+                continue
             if is_due or has_ended or not ticket.handed_at:
                 self._time(ticket, request.num_generated, now)
                 try:

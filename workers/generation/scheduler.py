@@ -6,7 +6,7 @@
     plan():    displace, for a more urgent request that waits and finds no seat or no pages
                running requests, decoding ones first, within the budget of tokens; out of pages, the last is preempted
                waiting requests, where nobody was preempted for pages
-    record():  the sampled tokens, after the forward
+    record():  what was computed, and the sampled tokens
 
 A preempted request gives its pages back and keeps its place, its tokens and its age. It computes its tokens again when
 it returns, without those that the prefix cache still has. The request that is first in order can always run: each
@@ -163,13 +163,13 @@ class Scheduler:
         return StepPlan(tuple(planned), (*preempted, *victims))
 
     def record(
-        self, plan: StepPlan, sampled: Mapping[str, int], accepted: Mapping[str, Tokens[int]] = _NO_DRAFTS
+        self, chunks: Iterable[Chunk], sampled: Mapping[str, int], accepted: Mapping[str, Tokens[int]] = _NO_DRAFTS
     ) -> None:
-        """The forward of the plan has run. sampled: by request, for each chunk that samples and had finite logits.
+        """These chunks were computed. sampled: by request, for each chunk that samples and had finite logits.
 
         accepted: the drafts before the sampled token that were right.
         """
-        for chunk in plan.chunks:
+        for chunk in chunks:
             sequence = chunk.sequence
             right = accepted.get(sequence.request_id, ())
             sequence.num_computed = chunk.end + len(right)
@@ -180,6 +180,11 @@ class Scheduler:
                 sequence.num_verified = sequence.num_computed
                 self._publish(sequence)
                 sequence.tokens.append(token)
+
+    def disturb(self, chunks: Iterable[Chunk]) -> None:
+        """The forward of these chunks has failed, and may have written some of their keys and values."""
+        for chunk in chunks:
+            chunk.sequence.num_written = max(chunk.sequence.num_written, chunk.start + chunk.num_tokens)
 
     def _order(self, sequence: Sequence) -> tuple[int, int]:
         return order_at(sequence, self.step, self.config.ageing_steps)

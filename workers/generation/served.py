@@ -1,10 +1,11 @@
 """Packages of format `generate`: decoders of transformers that write text, batched continuously.
 
-    job, on its model thread: inputs -> Wish -> EngineRunner --> the whole text
-                                                 '--> chunks: text, token_ids, on the thread that delivers for all jobs
+    job, on its model thread: inputs -> Wish -> Backend --> the whole text
+                                                 '--> chunks: text, token_ids
 
-Each running job has a model thread that waits for its end; one thread of the runner computes the steps of all. A job
-whose events were delivered in part by another worker continues behind them.
+The backend is an engine of this process, or another server. Each running job has a model thread that waits for its
+end; of an engine, one thread computes the steps of all. A job whose events were delivered in part by another worker
+continues behind them.
 
 Importing this module imports neither torch nor transformers.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -29,16 +31,15 @@ from penstock.registry.package.manifest import Manifest
 from penstock.registry.queues import PriorityName
 from penstock.registry.sampling_params import SamplingParams
 from penstock.registry.tensors import Array
-from penstock.workers.generation.chat import ChatPrompt, chat_output, parser_of
+from penstock.workers.generation.backend import Backend, Delivered, Prompt, Wish
+from penstock.workers.generation.chat import ChatPrompt
+from penstock.workers.generation.server_backend import ServerBackend
 from penstock.workers.observe.metrics import GenerationFigures
 from penstock.workers.runtime.base import Prepared, StreamContext
 from penstock.workers.runtime.loading import LoadOptions, NullContext, PackageRuntime
 
 if TYPE_CHECKING:
     from penstock.workers.generation.outputs import ChatMessage, RequestOutput
-    from penstock.workers.generation.prompts import Prompt
-    from penstock.workers.generation.request import Delivered
-    from penstock.workers.generation.runner import EngineRunner
 
 __all__ = ["GenerateRuntime", "ResumableContext"]
 
@@ -78,13 +79,13 @@ class ResumableContext(StreamContext, Protocol):
 
 
 class GenerateRuntime(PackageRuntime):
-    """Runs a decoder in an engine of its own."""
+    """Runs a decoder in an engine of its own, or has its texts written by another server."""
 
     def __init__(self, package: Package, options: LoadOptions | None = None, cache_dir: Path | None = None) -> None:
         """cache_dir: of the engine, see Config."""
         super().__init__(package, options)
         self._cache_dir: Final = cache_dir
-        self._runner: EngineRunner | None = None
+        self._backend: Backend | None = None
 
     def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
         """One job."""
@@ -108,9 +109,7 @@ class GenerateRuntime(PackageRuntime):
 
         Raises NonFiniteOutput where logits are not finite.
         """
-        from penstock.workers.generation.runner import Wish
-
-        runner = self._loaded
+        backend = self._loaded
         try:
             params, prompt = read_params(inputs), _prompt(inputs)
             wish = Wish(context.job_id or _WARM_UP, prompt, _seeded(params, context.job_id), tenant=context.tenant)
@@ -118,44 +117,54 @@ class GenerateRuntime(PackageRuntime):
             if isinstance(context, ResumableContext) and params.num_candidates == 1:
                 delivered = self._delivered(context, params)
                 first = {_CONTENT: _text(self.content_hash), _BEGUN: np.array(context.now_ms, np.int64)}
-                sink = _Sink(context, params, {} if delivered else first)
+                sink = _Sink(context, params, first)
                 wish = replace(
-                    wish, priority=context.priority, delivered=delivered, sink=sink, together=context.together
+                    wish,
+                    priority=context.priority,
+                    delivered=delivered,
+                    resume=sink.resume,
+                    sink=sink,
+                    together=context.together,
                 )
-            ticket, turns = runner.open(wish), -1
         except InvalidInput as error:
             raise InputRefused(str(error)) from None
         try:
-            yield from ()
-            while (output := ticket.next(_LOOK_S)) is None or not output.finished:
-                if context.is_cancelled:
-                    return {}
-                # A runner whose turns stand still hangs, and the limit of the forward counts.
-                if isinstance(context, ResumableContext) and runner.turns != turns:
-                    context.alive()
-                turns = runner.turns
-            return self._answer(output, prompt, context.job_id)
+            output = yield from _whole(backend, wish, context)
+            return {} if output is None else self._answer(output, prompt, context.job_id)
         except InvalidInput as error:
             raise InputRefused(str(error)) from None
-        finally:
-            ticket.close()
 
     def take_figures(self) -> GenerationFigures | None:
         """The figures of the engine, with the times since the last call; None until it is loaded."""
-        return None if self._runner is None else self._runner.take_figures()
+        return None if self._backend is None else self._backend.take_figures()
 
     def announced(self) -> ModelSpec:
         """The spec for those who submit jobs, with the most tokens for which the loaded engine has room."""
-        runner, spec = self._runner, self.spec
-        return spec if runner is None else with_limit(spec, runner.engine.most_tokens)
+        most = None if self._backend is None else self._backend.most_tokens
+        return self.spec if most is None else with_limit(self.spec, most)
 
     @property
-    def _loaded(self) -> EngineRunner:
-        if self._runner is None:
+    def _loaded(self) -> Backend:
+        if self._backend is None:
             raise self._not_loaded()
-        return self._runner
+        return self._backend
 
     def _build(self, manifest: Manifest, device: str, threads: int) -> int:
+        options = self.spec.generate
+        if options is not None and options.runtime_url is not None:
+            try:
+                self._backend = ServerBackend(options, self.spec.name, self._options.runtime_hosts, os.environ)
+            except ConfigurationError as error:
+                raise ConfigurationError(f"{self.spec.reference}: {error}") from None
+            return 0
+        return self._build_engine(threads)
+
+    def _warm_up(self) -> None:
+        # A server that is away is no reason against a version: its jobs wait for it.
+        if not isinstance(self._backend, ServerBackend):
+            super()._warm_up()
+
+    def _build_engine(self, threads: int) -> int:
         import torch
 
         from penstock.workers.generation.config import Config
@@ -177,14 +186,14 @@ class GenerateRuntime(PackageRuntime):
             raise ConfigurationError(f"{spec.reference}: {error}") from None
         finally:
             torch.set_num_threads(before)
-        self._runner = EngineRunner(engine, lambda: torch.set_num_threads(threads))
+        self._backend = EngineRunner(engine, lambda: torch.set_num_threads(threads))
         weights = sum(one.numel() * one.element_size() for one in engine.decoder.model.parameters())
         return int(weights + spec.generate.kv_cache_mb * 1e6)
 
     def _release(self) -> None:
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            runner.stop()
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.stop()
 
     def _example(self, rows: int, length: int) -> dict[str, Array]:
         """See example_inputs: it has no free dimension."""
@@ -194,9 +203,9 @@ class GenerateRuntime(PackageRuntime):
         choices = output.outputs
         messages, reasons = [""] * len(choices), [str(one.finish_reason) for one in choices]
         if isinstance(prompt, ChatPrompt):
-            found = chat_output(output, parser_of(self._loaded.engine.decoder.tokenizer, prompt), prompt.tool_names)
-            messages = [_message_json(one, f"{job_id}{index}") for index, one in enumerate(found.messages)]
-            reasons = [str(one.finish_reason) for one in found.messages]
+            found = self._loaded.messages(output, prompt)
+            messages = [_message_json(one, f"{job_id}{index}") for index, one in enumerate(found)]
+            reasons = [str(one.finish_reason) for one in found]
         if any(one.finish_reason == "error" for one in choices):
             raise NonFiniteOutput("The logits contain NaN or infinity. Expected finite numbers")
         longest = max(len(one.token_ids) for one in choices)
@@ -214,21 +223,18 @@ class GenerateRuntime(PackageRuntime):
         }
 
     def _delivered(self, context: ResumableContext, params: SamplingParams) -> Delivered | None:
-        """What an earlier run has delivered. From here on, this run continues it."""
-        from penstock.workers.generation.request import Delivered
-
+        """What an earlier run has delivered."""
         chunks = context.earlier_chunks()
         if not chunks or _CONTENT not in chunks[0] or str(chunks[0][_CONTENT]) != self.content_hash:
             return None
         try:
             tokens = [int(token) for chunk in chunks for token in chunk["token_ids"].tolist()]
-            characters = sum(len(str(chunk["text"])) for chunk in chunks)
+            text = "".join(str(chunk["text"]) for chunk in chunks)
             logprobs = [one for chunk in chunks for one in _read_logprobs(chunk)] if params.logprobs is not None else []
             elapsed_s = max(0, context.now_ms - int(chunks[0][_BEGUN])) / 1000
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise ModelError("The delivered events are not those of a text. Expected chunks of text") from error
-        context.resume()
-        return Delivered(tokens, characters, logprobs, elapsed_s)
+        return Delivered(tokens, text, logprobs, elapsed_s)
 
 
 _WARM_UP: Final = "warm-up"
@@ -243,6 +249,11 @@ class _Sink:
         self._has_logprobs = params.logprobs is not None
         self._begins_with = begins_with
 
+    def resume(self) -> None:
+        """The outputs to come continue the chunks of an earlier run."""
+        self._begins_with = {}
+        self._context.resume()
+
     def __call__(self, output: RequestOutput) -> bool:
         if self._context.is_cancelled:
             return True
@@ -251,6 +262,25 @@ class _Sink:
             self._context.chunk({**chunk, **self._begins_with})
             self._begins_with = {}
         return False
+
+
+def _whole(
+    backend: Backend, wish: Wish, context: StreamContext
+) -> Generator[dict[str, Array], None, RequestOutput | None]:
+    """Yields nothing. Returns the last output; None: the job was cancelled. Raises what ended the request."""
+    answer, turns = backend.open(wish), -1
+    try:
+        yield from ()
+        while (output := answer.next(_LOOK_S)) is None or not output.finished:
+            if context.is_cancelled:
+                return None
+            # A backend whose turns stand still hangs, and the limit of the forward counts.
+            if isinstance(context, ResumableContext) and backend.turns != turns:
+                context.alive()
+            turns = backend.turns
+        return output
+    finally:
+        answer.close()
 
 
 def _prompt(inputs: Mapping[str, Array]) -> Prompt | ChatPrompt:

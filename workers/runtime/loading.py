@@ -44,12 +44,13 @@ class LoadOptions:
 
     content_hash: the expected hash of its files; empty: any. precision: of torch models whose package names none.
     warmup_requests: forwards before the model counts as ready. 0: none; the first job then meets what only the first
-    forwards cost, and outputs that differ from the declaration.
+    forwards cost, and outputs that differ from the declaration. runtime_hosts: see the setting.
     """
 
     content_hash: str = ""
     precision: Precision = "auto"
     warmup_requests: int = 1
+    runtime_hosts: tuple[str, ...] = ()
 
 
 class NullContext:

@@ -39,18 +39,19 @@ def open_runtime(
     frameworks: Collection[str] = FRAMEWORKS,
     precision: Precision = "auto",
     warmup_requests: int = 1,
+    runtime_hosts: tuple[str, ...] = (),
     generate: Callable[[Package, LoadOptions], Runtime] | None = None,
 ) -> Runtime:
     """The runtime of a package, not yet loaded. No file of the package is read here.
 
     content_hash: the expected hash of the files when they are loaded; empty: any. frameworks: those that models may
     use. precision: of torch models whose package names none. warmup_requests: forwards before the model counts as
-    ready. generate: the runtime of format `generate`; None: the caller cannot have one. Raises ConfigurationError for a
-    framework that is not allowed.
+    ready. runtime_hosts: see the setting. generate: the runtime of format `generate`; None: the caller cannot have one.
+    Raises ConfigurationError for a framework that is not allowed.
     """
     for one in (package, *package.steps):
         _check_framework(one, frameworks)
-    options = LoadOptions(content_hash, precision, warmup_requests)
+    options = LoadOptions(content_hash, precision, warmup_requests, runtime_hosts)
     if package.spec.format == GENERATE:
         if generate is None:
             raise ConfigurationError(f"{package.label}: found format {GENERATE}, expected another one here")

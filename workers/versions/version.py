@@ -305,6 +305,7 @@ class ServedVersion:
             frameworks=self._config.frameworks,
             precision=self.policy.precision,
             warmup_requests=self._config.compilation.warmup_requests,
+            runtime_hosts=self._config.runtime_hosts,
             generate=partial(GenerateRuntime, cache_dir=self._config.compilation.cache_dir / "generation"),
         )
 

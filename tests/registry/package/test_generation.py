@@ -45,6 +45,34 @@ def test_profile_gives_values_that_the_package_has_not(tmp_path: Path):
         ({"generate": {"page_sise": 16}}, "generate.page_sise: unknown field, expected page_size"),
         ({"generate": {"max_num_seqs": 0}}, "generate.max_num_seqs: found 0, expected"),
         ({"generate": {"max_num_seqs": 16, "max_num_batched_tokens": 8}}, "each running request needs a token"),
+        (
+            {"source": {}, "generate": {"runtime_url": "http://a:1"}},
+            "source: found weights beside generate.runtime_url",
+        ),
+        (
+            {"generate": {"runtime_url": "http://a:1", "page_size": 32}},
+            "page_size: found beside runtime_url, expected none",
+        ),
+        (
+            {"generate": {"runtime_url": "http://a:1", "runtime_fields": ["logprobs"]}},
+            "found 'logprobs', expected sampl",
+        ),
+        (
+            {"generate": {"runtime_url": "http://a:1", "runtime_key": "AWS_SECRET"}},
+            "a variable that ends with _RUNTIME_",
+        ),
+        (
+            {"generate": {"runtime_url": "http://a:1", "runtime_key": "PENSTOCK_RUNTIME_KEY"}},
+            "expected the name of a v",
+        ),
+        ({"generate": {"runtime_model": "a"}}, "runtime_model: found without runtime_url"),
+        (
+            {"generate": {"runtime_url": "ftp://a"}},
+            "generate.runtime_url: found a text that is no URL of http or https",
+        ),
+        ({"generate": {"runtime_url": "http://a:0"}}, "no URL of http or https"),
+        ({"generate": {"runtime_url": "http://a b"}}, "found a text that is no URL, expected the address"),
+        ({"generate": {"runtime_url": "http://me:pass@a"}}, "found a URL with a user, a query or a fragment"),
         ({"instances": 2}, "instances: found 2, expected 1 for format generate"),
         ({"concurrency": 2}, "concurrency: found 2, expected 1: generate.max_num_seqs"),
         ({"device": "cuda"}, "device: found cuda, expected cpu or auto"),
@@ -72,3 +100,21 @@ def test_other_formats_have_no_engine(tmp_path: Path):
                 outputs=[{"name": "y", "dtype": "int64", "shape": ["batch"]}],
             )
         )
+
+
+def test_package_of_another_server_has_no_weights(tmp_path: Path):
+    """A client reads from the broker what the server obeys."""
+    folder = written(tmp_path, generate={"runtime_url": "http://127.0.0.1:8000/v1/", "runtime_fields": ["top_k"]})
+    (folder / "model.safetensors").unlink()
+    spec = load_package(folder).spec
+    assert spec.source is None
+    assert spec.generate is not None
+    assert spec.generate.runtime_url == "http://127.0.0.1:8000"
+    assert ModelSpec.from_json(spec.to_json()) == spec
+
+
+def test_secret_of_a_url_is_in_no_message(tmp_path: Path):
+    """A user and a password are refused without being repeated."""
+    with pytest.raises(ConfigurationError) as refused:
+        load_package(written(tmp_path, generate={"runtime_url": "http://me:s3cret@a"}))
+    assert "s3cret" not in str(refused.value)

@@ -95,3 +95,14 @@ def test_every_spelling_of_loopback_is_looked_up(host: str):
     assert all(ipaddress.ip_address(each).is_loopback for each in found)
     with pytest.raises(AddressRefused):
         AddressRules().select(host, found)
+
+
+def test_rules_may_take_the_loopback_alone():
+    """Those of text servers: every other address needs an entry, a public one, too."""
+    rules = AddressRules(["big.internal", "10.0.0.0/8"], setting="runtime_hosts", takes_public=False)
+    assert rules.select("localhost", ["127.0.0.1", "::1", "93.184.216.34"]) == ["127.0.0.1", "::1"]
+    assert rules.select("a", ["::ffff:127.0.0.1", "10.1.2.3"]) == ["::ffff:127.0.0.1", "10.1.2.3"]
+    assert rules.select("big.internal", ["93.184.216.34"]) == ["93.184.216.34"]
+    for address in ("93.184.216.34", "169.254.169.254", "192.168.0.1", "2001:4860:4860::8888"):
+        with pytest.raises(AddressRefused, match="not on the loopback, and runtime_hosts does not name it"):
+            rules.select("a", [address])

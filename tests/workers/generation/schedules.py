@@ -87,7 +87,7 @@ class Schedule:
             self._write(chunk)
         self.drafted += sum(len(chunk.drafts) for chunk in plan.chunks)
         self.scheduler.record(
-            plan,
+            plan.chunks,
             {chunk.sequence.request_id: self.chosen.choice([1, 1, 2]) for chunk in plan.chunks if chunk.samples},
             {
                 chunk.sequence.request_id: chunk.drafts[: self.chosen.randrange(len(chunk.drafts) + 1)]

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from penstock.registry.errors import InvalidInput
 from penstock.registry.sampling_params import SamplingParams
+from penstock.workers.generation.backend import Wish
 from penstock.workers.generation.prompts import PromptReader
-from penstock.workers.generation.runner import EngineRunner, Wish
+from penstock.workers.generation.runner import EngineRunner
 from tests.servers import wait_until
 from tests.workers.generation.engines import byte_tokenizer, open_engine, write_model
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from itertools import count
 
 import pytest
 
 from penstock.registry.errors import InvalidInput, ModelNotReady
+from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation import runner as runners
+from penstock.workers.generation.backend import Delivered, Wish
 from penstock.workers.generation.outputs import RequestOutput
-from penstock.workers.generation.request import Delivered, GenerationRequest
-from penstock.workers.generation.runner import EngineRunner, Ticket, Wish
+from penstock.workers.generation.request import GenerationRequest
+from penstock.workers.generation.runner import EngineRunner, Ticket
 from penstock.workers.generation.text_group import output
+from tests.servers import wait_until
 from tests.workers.generation.architectures import decoder
 from tests.workers.generation.engines import GREEDY, open_engine, prompts_of
 
@@ -125,3 +130,26 @@ def test_text_that_cannot_be_decoded_ends_alone(runner: EngineRunner, monkeypatc
         bad.next(PATIENCE_S)
     assert len(tokens_of(good)) == GREEDY.max_tokens
     assert runner.engine.stats().pages_used == 0
+
+
+def test_outputs_that_cannot_be_delivered_come_together_later():
+    """While the broker is away, the engine goes on and a few outputs wait; then every token comes once."""
+    ticks = count()
+    engine = open_engine(decoder("Llama"), kv_cache_mb=4, num_speculative_tokens=0)
+    # By this clock, an output is due after each step.
+    runner = EngineRunner(engine, clock=lambda: float(next(ticks)))
+    is_open, seen, calls = threading.Event(), list[int](), list[int]()
+
+    def sink(output: RequestOutput) -> bool:
+        assert is_open.wait(PATIENCE_S)
+        calls.append(len(output.delta_token_ids))
+        seen.extend(output.delta_token_ids)
+        return False
+
+    params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+    ticket = runner.open(Wish("held", [1, 2, 3], params, sink=sink))
+    wait_until(lambda: engine.stats().tokens_generated == 200, PATIENCE_S, "the engine is at the end")
+    is_open.set()
+    assert list(tokens_of(ticket)) == seen
+    assert len(calls) <= 5
+    runner.stop()

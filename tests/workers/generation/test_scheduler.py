@@ -34,7 +34,7 @@ def names(chunks: Any) -> list[str]:
 def step(planner: Scheduler) -> list[str]:
     """One step in which each chunk that samples gets a token."""
     plan = planner.plan()
-    planner.record(plan, {chunk.sequence.request_id: 7 for chunk in plan.chunks if chunk.samples})
+    planner.record(plan.chunks, {chunk.sequence.request_id: 7 for chunk in plan.chunks if chunk.samples})
     return names(plan.chunks)
 
 
@@ -102,7 +102,7 @@ def test_decoding_rows_come_before_a_long_prompt():
         plan = planner.plan()
         assert names(plan.chunks) == ["a", "b", "long"]
         assert plan.num_tokens == 10
-        planner.record(plan, {"a": 7, "b": 7})
+        planner.record(plan.chunks, {"a": 7, "b": 7})
         assert plan.chunks[2].sequence.num_computed == done
 
 
@@ -189,7 +189,7 @@ def test_nobody_is_admitted_in_a_step_that_preempted():
     planner.waiting.push(between)
     plan = planner.plan()
     assert (names(plan.chunks), names_of(plan.preempted)) == (["first"], ["last"])
-    planner.record(plan, {"first": 7})
+    planner.record(plan.chunks, {"first": 7})
     assert step(planner) == ["first", "between"]
 
 
@@ -228,7 +228,7 @@ def test_prefix_pages_are_published_with_finite_logits_only():
     pages = PagePool(20, 4, PrefixCache(4, 20))
     planner = Scheduler(SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=32), pages)
     planner.add(sequence := request("spoilt", 9))
-    planner.record(planner.plan(), {})
+    planner.record(planner.plan().chunks, {})
     planner.remove(sequence)
     assert len(pages.prefixes or ()) == 0
     planner.add(request("sound", 9))
@@ -244,7 +244,7 @@ def test_drafts_take_what_is_left_over():
     step(planner)
     plan = planner.plan({"a": [1, 2, 3, 4], "b": [5, 6]})
     assert [(chunk.sequence.request_id, chunk.tokens) for chunk in plan.chunks] == [("a", [7, 1, 2, 3]), ("b", [7])]
-    planner.record(plan, {"a": 8, "b": 8}, {"a": [1, 2]})
+    planner.record(plan.chunks, {"a": 8, "b": 8}, {"a": [1, 2]})
     assert [one.tokens for one in planner.running] == [[1, 2, 7, 1, 2, 8], [1, 2, 7, 8]]
     assert [one.num_computed for one in planner.running] == [5, 3]
     tight = scheduler(num_pages=2, page_size=4, max_num_seqs=2, max_num_batched_tokens=64)
@@ -261,11 +261,11 @@ def test_rejected_drafts_are_published_nowhere():
     planner.add(sequence := request("guessed", 5))
     step(planner)
     plan = planner.plan({"guessed": [9, 9]})
-    planner.record(plan, {"guessed": 8}, {"guessed": []})
+    planner.record(plan.chunks, {"guessed": 8}, {"guessed": []})
     assert len(pages.prefixes or ()) == 1
     assert sequence.num_written == 8
     plan = planner.plan({"guessed": [6]})
-    planner.record(plan, {"guessed": 3}, {"guessed": [6]})
+    planner.record(plan.chunks, {"guessed": 3}, {"guessed": [6]})
     assert sequence.tokens == [1, 2, 3, 4, 5, 7, 8, 6, 3]
     assert pages.prefixes is not None
     assert [entry.key.tokens for entry in pages.prefixes.match(sequence.tokens, "")] == [(1, 2, 3, 4), (5, 7, 8, 6)]
@@ -276,7 +276,7 @@ def test_rejected_drafts_leave_pages_to_be_cleared():
     planner = scheduler(max_num_seqs=1, max_num_batched_tokens=8)
     planner.add(sequence := request("guessed", 3))
     step(planner)
-    planner.record(planner.plan({"guessed": [9, 9]}), {"guessed": 8})
+    planner.record(planner.plan({"guessed": [9, 9]}).chunks, {"guessed": 8})
     pages = set(sequence.pages)
     planner.remove(sequence)
     assert set(planner.take_unverified_pages()) == pages
@@ -292,7 +292,7 @@ def test_texts_of_one_prompt_share_its_full_pages():
     plan = planner.plan()
     assert [(chunk.start, chunk.num_tokens) for chunk in plan.chunks] == [(10, 1), (8, 2)]
     assert second.pages[:2] == first.pages[:2]
-    planner.record(plan, {"first": 7, "second": 7})
+    planner.record(plan.chunks, {"first": 7, "second": 7})
     planner.remove(first)
     assert [planner.pages.users(page) for page in second.pages] == [1, 1, 1]
 
@@ -309,5 +309,5 @@ def test_a_long_prompt_takes_small_parts_of_the_steps_of_others():
     planner.add(request("short", 32))
     plan = planner.plan()
     assert [chunk.num_tokens for chunk in plan.chunks] == [1, 8, 32]
-    planner.record(plan, {"stream": 7, "short": 7})
+    planner.record(plan.chunks, {"stream": 7, "short": 7})
     assert [chunk.num_tokens for chunk in planner.plan().chunks] == [1, 1, 8]

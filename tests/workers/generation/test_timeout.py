@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation import Config, Engine
+from penstock.workers.generation.backend import Delivered
 from penstock.workers.generation.model import wrap_decoder
-from penstock.workers.generation.request import Delivered
 from tests.workers.generation.architectures import decoder
 from tests.workers.generation.engines import prompts_of
 

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from penstock.registry.broker.base import Delivery
 from penstock.registry.envelope import Failure, JobHeader
-from penstock.registry.errors import InvalidInput
+from penstock.registry.errors import ConfigurationError, InvalidInput
 from penstock.registry.package import ModelSpec, load_package
 from penstock.registry.queues import Priority, new_job_id
 from penstock.registry.settings_sections import InferenceConfig
@@ -207,3 +207,19 @@ def test_jobs_of_one_key_have_the_same_key_object_and_pend_as_one_by_one():
         (each.key, each.length, each.rows, each.nbytes, each.job) for each in fresh
     ]
     assert len(version._fits) <= 256
+
+
+@pytest.mark.parametrize(("hosts", "is_loaded"), [((), False), (("10.9.0.0/16",), True), (("10.8.0.0/16",), False)])
+def test_a_text_server_must_be_named_by_the_operator(models_root: Path, hosts: tuple[str, ...], is_loaded: bool):
+    """runtime_hosts: a package alone cannot choose whom a worker calls."""
+    folder = models_root / "relay" / "1"
+    folder.mkdir(parents=True)
+    spec = {"name": "relay", "version": "1", "format": "generate", "generate": {"runtime_url": "http://10.9.8.7:1"}}
+    (folder / "model.yaml").write_text(yaml.safe_dump(spec))
+    version = ServedVersion(load_package(folder), InferenceConfig(runtime_hosts=hosts))
+    if is_loaded:
+        version.runtime.load("cpu", 1)
+        assert version.runtime.content_hash
+    else:
+        with pytest.raises(ConfigurationError, match=r"relay/1: .*runtime_hosts does not name it"):
+            version.runtime.load("cpu", 1)
