@@ -25,11 +25,12 @@ def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
 def _decoding(tokenizer: Any) -> Callable[[list[int]], str]:
     """The call behind a fast tokenizer's own `decode`, which takes several times as long for the few tokens of a step.
 
-    That is used where a class may have changed it.
+    That is used where a class or the object may have changed it.
     """
     from transformers import PreTrainedTokenizerFast
 
-    if getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode:
+    is_own = getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode
+    if is_own and not {"decode", "_decode"} & set(vars(tokenizer)):
         decode_fast: Callable[..., str] = tokenizer.backend_tokenizer.decode
         return lambda tokens: decode_fast(tokens, skip_special_tokens=True)
     decode_any: Callable[..., str] = tokenizer.decode
