@@ -14,7 +14,7 @@ import os
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -315,20 +315,23 @@ def _end(ended: Ended, uuid: str, timestamp: float, clock: int, hostname: str, p
     return _TaskFailed(*common, exception=exception, runtime=ended.runtime_s, traceback=traceback)
 
 
-def _alike(jobs: Sequence[JobHeader]) -> Iterator[Sequence[JobHeader]]:
-    """The jobs in order, cut where a job is described in other words than the one before."""
-    start = 0
-    for at, job in enumerate(jobs):
-        first = jobs[start]
-        if job.content is not first.content or (job.model, job.tenant, job.priority) != (
-            first.model,
-            first.tenant,
-            first.priority,
+def _alike(jobs: Iterable[JobHeader]) -> Iterable[Sequence[JobHeader]]:
+    """The jobs by what their events say of them, but for their ids: each description is encoded once."""
+    groups: dict[object, list[JobHeader]] = {}
+    first: JobHeader | None = None
+    group: list[JobHeader] = []
+    for job in jobs:
+        # Most jobs are as the one before: they need no hash.
+        if (
+            first is None
+            or job.content is not first.content
+            or job.tenant != first.tenant
+            or job.priority != first.priority
+            or job.model != first.model
         ):
-            yield jobs[start:at]
-            start = at
-    if jobs:
-        yield jobs[start:]
+            first, group = job, groups.setdefault((job.model, job.tenant, job.priority, job.content), [])
+        group.append(job)
+    return groups.values()
 
 
 def _first(events: Iterator[_Events], most: int) -> list[_Events]:

@@ -15,12 +15,15 @@ from celery.worker import state as worker_state
 from celery.worker.control import Panel
 from kombu.entity import Exchange, Queue
 from kombu.messaging import Producer
+from msgspec import structs
 from redis.connection import AbstractConnection
 
 from penstock.registry.broker.base import State
 from penstock.registry.envelope import Failure
 from penstock.registry.queues import new_job_id
+from penstock.registry.tensors import Tensor
 from penstock.workers.celery_bridge.events import CeleryEventSender, TaskEventsFlag
+from penstock.workers.celery_bridge.presentation import shown_arguments, shown_name
 from penstock.workers.observe.listener import Failed
 from tests.servers import RedisServer, wait_until
 from tests.workers.celery_bridge.jobs import HOST, application, ended, job
@@ -134,6 +137,26 @@ def test_batches_of_jobs_travel_as_a_few_compressed_messages(app: Celery):
     assert {task.state for task in monitor.state.tasks.values()} == {"SUCCESS"}
     assert listener.totals == {"penstock.infer.mlp": 20 * 64}
     assert listener.dropped == 0
+
+
+def test_each_description_is_encoded_once_and_each_job_has_its_own(app: Celery):
+    """Jobs of many tenants, priorities and shapes come in any order. Each is shown with its own description."""
+    contents = [(Tensor("x", "float32", (rows, 384)),) for rows in (1, 2)]
+    jobs = [
+        structs.replace(job(model), tenant=tenant, priority=priority, content=content)
+        for _ in range(4)
+        for content in contents
+        for model in ("mlp", "mlp-b")
+        for priority in ("high", "low")
+        for tenant in ("acme", "globex")
+    ]
+    expected = {each.id: (shown_name(each.model), shown_arguments(each)) for each in jobs}
+    with monitoring(app) as monitor, watching(app) as listener:
+        descriptions = [*listener._receptions(jobs, 1000.0, 1)]
+        listener.received(jobs, 1000.0)
+        wait_until(lambda: len(monitor.events) >= len(jobs), 10, "all events are seen")
+    assert {event["uuid"]: (event["name"], event["kwargs"]) for event in monitor.events} == expected
+    assert len(descriptions) == len(set(expected.values())) == 16
 
 
 def test_nothing_is_sent_while_events_are_off(app: Celery):
