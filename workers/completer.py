@@ -149,7 +149,7 @@ class Completer:
         self._cached: list[CachedAnswers] = []
         """Not sealed yet."""
         self._uncommitted_cached: list[tuple[CachedAnswers, list[Commit]]] = []
-        self._unkept: deque[tuple[BatchRun, list[tuple[ClaimedJob, EncodedOutputs]]]] = deque()
+        self._unkept: deque[tuple[BatchRun, JointResults]] = deque()
         """Answers of sealed runs that are not cached yet."""
         self._sealer = JointSealer(worker=worker, keyring=keyring)
         self._unobserved: list[tuple[BatchRun, list[float], float]] = []
@@ -290,15 +290,15 @@ class Completer:
             return None
         if results is not None:
             self._flights.end_all(jobs)
-            if results.kept:
-                self._unkept.append((run, results.kept))
+            if results.bodies:
+                self._unkept.append((run, results))
         return results
 
     def keep_answers(self) -> None:
         """Cache the answers of sealed runs. Call it before the next jobs are looked up, or equal ones run again."""
         while self._unkept:
-            run, kept = self._unkept.popleft()
-            self._answers.keep_all(kept, run)
+            run, results = self._unkept.popleft()
+            self._answers.keep_all(results.answers(run), run)
 
     def _follow(self, outcome: JobOutcome, followers: Sequence[Waiting]) -> None:
         """Followers of a large result wait for their turns: each has a copy of it."""

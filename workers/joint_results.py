@@ -37,8 +37,20 @@ class JointResults(NamedTuple):
     """Those of the batch in order, each with its followers behind it."""
     commits: list[Commit]
     """One for each of these."""
-    kept: list[tuple[ClaimedJob, EncodedOutputs]]
-    """The answers that may be cached, with the jobs of the batch."""
+    bodies: list[bytes | memoryview]
+    """The outputs of each job of the batch, in order, if the answers may be cached."""
+    contents: dict[int, tuple[Tensor, ...]]
+    """The descriptions of the outputs, by the rows of a job."""
+
+    def answers(self, run: BatchRun) -> list[tuple[ClaimedJob, EncodedOutputs]]:
+        """The answers that may be cached. They are made when no job waits for them; see Completer.keep_answers."""
+        content_hash, generation, contents = run.model.content_hash, run.generation, self.contents
+        # The cache would copy a view, at more cost.
+        return [
+            (job, EncodedOutputs(contents[job.rows], bytes(body), content_hash, generation))
+            for job, body in zip(run.jobs, self.bodies, strict=True)
+            if job.digest
+        ]
 
 
 class _Output(NamedTuple):
@@ -78,24 +90,25 @@ class JointSealer:
         outputs = _as_bytes(answers.outputs)
         if outputs is None:
             return None
-        results = JointResults([], [], [])
+        contents: dict[int, tuple[Tensor, ...]] = {}
+        results = JointResults([], [], [], contents)
         templates: dict[SharedHeader | None, ResultTemplate] = {}
         start, started = 0, run.started
         compute_ms = timings_of(jobs[0], run).compute_ms
-        content_hash, generation = run.model.content_hash, run.generation
-        contents: dict[int, tuple[Tensor, ...]] = {}
         for leader in jobs:
             stop = start + leader.rows
             parts = [output.rows[start * output.row_bytes : stop * output.row_bytes] for output in outputs]
             body: bytes | memoryview = parts[0] if len(parts) == 1 else b"".join(parts)
             start = stop
+            if leader.rows not in contents:
+                contents[leader.rows] = _content_of(outputs, leader.rows)
             following = followers.get(leader) if followers else None
             if len(body) > MAX_RESULT_BYTES or (following and len(body) * len(following) > TURN_BYTES):
                 return None
             for job in (leader, *(follower for follower, _ in following)) if following else (leader,):
                 template = templates.get(job.shared)
                 if template is None:
-                    if (template := self._of_run(job, run, _content_of(outputs, leader.rows))) is None:
+                    if (template := self._of_run(job, run, contents[leader.rows])) is None:
                         return None
                     templates[job.shared] = template
                 batch_ms = (started - job.claimed) * 1e3
@@ -106,11 +119,8 @@ class JointSealer:
                     return None
                 results.jobs.append(job)
                 results.commits.append(_commit(job, sealed))
-            if keeps and leader.digest:
-                if (content := contents.get(leader.rows)) is None:
-                    content = contents[leader.rows] = _content_of(outputs, leader.rows)
-                # The cache would copy a view, at more cost.
-                results.kept.append((leader, EncodedOutputs(content, bytes(body), content_hash, generation)))
+            if keeps:
+                results.bodies.append(body)
         return results
 
     def of_cached(self, cached: CachedAnswers) -> list[Commit] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -42,6 +42,10 @@ OUTPUT = st.tuples(
     st.sampled_from(NUMBERS), st.sampled_from([(), (3,), (0,), (2, 2), (1, 5)]), st.sampled_from(sorted(LAYOUTS))
 )
 NAMES: Final = ("y", "timings", "id", "\xa7timings\x93", "context", "a" * 40)
+
+
+ALONE: Final[Any] = {"worker": "w", "keyring": UNSIGNED, "client_tracebacks": False}
+"""How one job is sealed by itself."""
 
 
 def jobs_of(kinds: list[str], keyring: Keyring, version: ServedVersion) -> list[ClaimedJob]:
@@ -111,6 +115,34 @@ def test_results_that_are_sealed_together_are_those_that_are_sealed_one_by_one(
     rows = sum(job.rows for job in jobs)
     run = run_with(jobs, {name: output_of(*output, rows) for name, output in outputs.items()}, version)
     assert joint_commits(run, worker=worker, keyring=keyring) == one_by_one(run, worker, keyring)
+
+
+@settings(max_examples=80, derandomize=True)
+@given(
+    kinds=st.lists(st.sampled_from(PLAIN), min_size=1, max_size=6),
+    outputs=st.dictionaries(st.sampled_from(NAMES), OUTPUT, min_size=1, max_size=3),
+    keyless=st.integers(0, 6),
+)
+def test_the_answers_that_are_cached_are_those_of_each_job(
+    kinds: list[str], outputs: dict[str, tuple[str, tuple[int, ...], str]], keyless: int
+):
+    """Described and encoded as for one job alone, each in memory of its own. A job without a key has none."""
+    version = ready_version()
+    jobs = jobs_of(kinds, UNSIGNED, version)
+    for number, job in enumerate(jobs):
+        job.digest = b"" if number == keyless else b"%d" % number
+    rows = sum(job.rows for job in jobs)
+    run = run_with(jobs, {name: output_of(*output, rows) for name, output in outputs.items()}, version)
+    found = JointSealer(worker="w", keyring=UNSIGNED).of_run(run, {}, keeps=True)
+    assert found is not None
+    expected = [
+        (job, commit_of(JobOutcome(job, answer, "ran", version, run), **ALONE)[0].answer)
+        for job, answer in zip(jobs, run.answers, strict=True)
+        if job.digest
+    ]
+    answers = found.answers(run)
+    assert answers == expected
+    assert all(type(answer.body) is bytes for _, answer in answers)
 
 
 @pytest.mark.parametrize("keyring", KEYRINGS.values(), ids=KEYRINGS)

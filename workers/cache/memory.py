@@ -89,21 +89,25 @@ class L1Cache:
             now, entries = self._clock(), self._entries
             self._expire(now)
             end, most = now + ttl_s, self._max_bytes // 8
+            max_entries, max_bytes = self._max_entries, self._max_bytes
             kept: list[bytes] = []
             for key, answer in answers:
                 if key in entries:
                     self._remove(key)
+                body = answer.body
                 size = _size_of(answer)
                 if size > most:
                     continue
-                if isinstance(answer.body, memoryview):
+                if type(body) is not bytes:
                     # A view would keep the outputs of the whole batch in memory.
-                    answer = structs.replace(answer, body=bytes(answer.body))
+                    answer = structs.replace(answer, body=bytes(body))
                 entries[key] = answer, end, size
                 self._nbytes += size
                 kept.append(key)
-                if self._nbytes > self._max_bytes or len(entries) > self._max_entries:
-                    self._evict()
+                while self._nbytes > max_bytes or len(entries) > max_entries:
+                    # The least recently used entry.
+                    self._nbytes -= entries.popitem(last=False)[1][2]
+                    self.evicted += 1
             if kept:
                 self._await_end(end, kept)
             if self._awaited > 2 * len(entries) + _FEW:
@@ -130,12 +134,6 @@ class L1Cache:
             self._ends.clear()
             self._awaited = self._nbytes = 0
         return count
-
-    def _evict(self) -> None:
-        """Remove the least recently used entries beyond the bounds."""
-        while len(self._entries) > self._max_entries or self._nbytes > self._max_bytes:
-            self._nbytes -= self._entries.popitem(last=False)[1][2]
-            self.evicted += 1
 
     def _await_end(self, end: float, keys: list[bytes]) -> None:
         self._calls += 1
