@@ -362,6 +362,10 @@ class AsyncClient(
             self._lookups.close()
         self._lookups = _lookups(self._cached)
 
+    def _handle(self, state: JobState) -> AsyncJobHandle:
+        # For each submit: a list and its only element would take longer.
+        return AsyncJobHandle(self, state)
+
     def _handles(self, states: Iterable[JobState]) -> list[AsyncJobHandle]:
         return [AsyncJobHandle(self, state) for state in states]
 

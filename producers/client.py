@@ -283,6 +283,10 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], 
         self._broker.forget_connections()
         self._reader = ReplyReader(self._broker)
 
+    def _handle(self, state: JobState) -> JobHandle:
+        # For each submit: a list and its only element would take longer.
+        return JobHandle(self, state)
+
     def _handles(self, states: Iterable[JobState]) -> list[JobHandle]:
         return [JobHandle(self, state) for state in states]
 

@@ -387,7 +387,11 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
     ) -> tuple[Publication, Handle]:
         reply = self._reader.address(spec.name)
         job = self._builder.build(spec, inputs, options, idempotency_key=key, reply=reply)
-        return job, self._track((job,))[0]
+        now = time.monotonic()
+        look_at = now + job.lifetime_ms(self._limits.job_ttl_ms) / 1000
+        state = JobState(job.job_id, job.tenant, self._policy, True, look_at, now)
+        self._reader.expect_all((state,))
+        return job, self._handle(state)
 
     def _accepted(self, handle: Handle, receipt: Receipt, model: str) -> Handle:
         """The handle of the job that answers. It is an earlier job when the idempotency key belongs to one."""

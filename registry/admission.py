@@ -167,6 +167,8 @@ class JobBuilder:
         self._told: set[tuple[str, str]] = set()
         """The converted inputs, by model, that the log has named."""
         self._templates: dict[tuple[object, ...], JobTemplate] = {}
+        self._last: tuple[ModelSpec, SubmitOptions, str, JobTemplate] | None = None
+        """What the last call of `build` with common options has found; see `_same_template`."""
 
     @classmethod
     def of(cls, settings: Settings, keyring: Keyring) -> JobBuilder:
@@ -189,7 +191,9 @@ class JobBuilder:
 
         lane: the job came as a Celery task. Its result is also stored in Celery's result backend.
         """
-        template = self._template(spec, options, reply, lane=lane, is_for_one=True)
+        template = None if lane else self._same_template(spec, options, reply)
+        if template is None:
+            template = self._template(spec, options, reply, lane=lane, is_for_one=True)
         job = template.build(inputs) if idempotency_key is None and not job_id else None
         if job is None:
             job = self._built(template, inputs, idempotency_key, job_id)
@@ -233,6 +237,24 @@ class JobBuilder:
             publications.append(replace(job, account=options.account) if options.account else job)
         return publications
 
+    def _same_template(self, spec: ModelSpec, options: SubmitOptions, reply: str) -> JobTemplate | None:
+        """The template of the last call, if this one has the very same arguments. No other object counts as the same:
+        see `_template`."""
+        if self._last is None:
+            return None
+        last_spec, last, last_reply, template = self._last
+        is_same = (
+            spec is last_spec
+            and reply is last_reply
+            and options.priority is last.priority
+            and options.deadline_s is last.deadline_s
+            and options.tenant is last.tenant
+            and options.version is last.version
+            and not (options.outputs or options.traceparent)
+            and not _has_rare_options(options)
+        )
+        return template if is_same else None
+
     def _template(
         self, spec: ModelSpec, options: SubmitOptions, reply: str, *, lane: bool = False, is_for_one: bool = False
     ) -> JobTemplate:
@@ -248,6 +270,7 @@ class JobBuilder:
             key = (id(spec), priority, deadline_s, tenant, version, reply)
             kept = self._templates.get(key)
             if kept is not None:
+                self._last = spec, options, reply, kept
                 return kept
         band = parse_priority(priority)
         is_used_again = key is not None or not is_for_one

@@ -139,10 +139,18 @@ def parse_name(kind: str, name: object) -> str:
 def new_job_id(model: str) -> str:
     """`<model>.<uuid7>`; the UUID follows RFC 9562, section 5.7 (48 bits of unix ms, 74 random bits)."""
     random = _random_hex()
-    ms = f"{time.time_ns() // 1_000_000:012x}"
-    return f"{model}.{ms[:8]}-{ms[8:]}-7{random[:3]}-{_VARIANT[random[3]]}{random[4:7]}-{random[7:19]}"
+    global _begun
+    ms = time.time_ns() // 1_000_000
+    last_ms, begins = _begun
+    if ms != last_ms:
+        digits = f"{ms:012x}"
+        begins = f"{digits[:8]}-{digits[8:]}-7"
+        _begun = ms, begins
+    return f"{model}.{begins}{random[:3]}-{_VARIANT[random[3]]}{random[4:7]}-{random[7:19]}"
 
 
+_begun: tuple[int, str] = -1, ""
+"""How the ids of the last millisecond begin. One assignment changes both: any thread makes ids."""
 _VARIANT: Final = {digit: "89ab"[int(digit, 16) & 3] for digit in "0123456789abcdef"}
 _IDS_PER_DRAW: Final = 128
 _random: Final[list[str]] = []

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from penstock.registry import admission, envelope
 from penstock.registry.admission import JobBuilder, SubmitOptions
@@ -343,6 +344,48 @@ def test_options_that_only_compare_as_equal_are_checked(sealed: list[str]):
     assert len(sealed) == 1
     with pytest.raises(InvalidInput, match=r"^deadline_s is a bool\. Expected seconds from now$"):
         builder.build(spec, ONE, SubmitOptions(deadline_s=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "reply"),
+    [
+        (SubmitOptions(priority="high"), "r"),
+        (SubmitOptions(deadline_s=1), "r"),
+        (SubmitOptions(tenant="globex"), "r"),
+        (SubmitOptions(version="1"), "r"),
+        (SubmitOptions(outputs=["y"]), "r"),
+        (SubmitOptions(traceparent=TRACE), "r"),
+        (SubmitOptions(retry=Retry(2)), "r"),
+        (SubmitOptions(webhook="https://example.com/x"), "r"),
+        (SubmitOptions(sticky_key="user 7"), "r"),
+        (SubmitOptions(account="k1"), "r"),
+        (SubmitOptions(), "s"),
+    ],
+    ids=lambda each: str(each)[:60],
+)
+def test_a_call_with_other_arguments_does_not_get_what_the_last_one_had(options: SubmitOptions, reply: str):
+    """Calls of two kinds take turns. Each job is as a builder makes it that has seen no other one."""
+    builder, first, common = builder_of(), spec_of(), SubmitOptions()
+    calls = [(first, common, "r"), (first, options, reply)] * 3
+    # Another spec of the same name: its active version has changed.
+    calls += [(spec_of({**X, "allow_nan": True}), common, "r"), (first, common, "r")]
+    for spec, how, to in calls:
+        made = builder.build(spec, ONE, how, reply=to)
+        alone = builder_of().build(spec, ONE, how, reply=to, job_id=made.job_id)
+        assert structs.replace(made, webhook="") == structs.replace(alone, webhook="")
+        assert builder._template(spec, how, to).spec is spec
+
+
+def test_the_last_template_is_that_of_its_spec():
+    """Also between single calls: another input is checked against its own spec."""
+    builder, first, other = builder_of(), spec_of(), spec_of({**X, "dtype": "int8"})
+    for _ in range(3):
+        for _ in range(2):
+            assert builder.build(first, ONE).job_id
+        with pytest.raises(InvalidInput, match="x"):
+            builder.build(other, {"x": np.full((1, 4), 0.5)})
+        whole = {"x": np.ones((1, 4), np.int8)}
+        assert open_job(builder.build(other, whole).sealed, KEYRINGS[0])[0].content[0].dtype == "int8"
 
 
 def test_another_spec_of_the_name_has_templates_of_its_own():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 import uuid
 
 import pytest
@@ -82,6 +83,14 @@ def test_job_ids_are_uuids_of_version_7():
     for slot, local in map(split_job_id, ids):
         parsed = uuid.UUID(local)
         assert (slot, parsed.version, parsed.variant) == ("minilm", 7, uuid.RFC_4122)
+
+
+def test_job_ids_tell_their_own_time(monkeypatch: pytest.MonkeyPatch):
+    """Several of one millisecond, of the next ones, and after the clock went back."""
+    milliseconds = [1_000, 1_000, 1_001, 1_001, 2**40, 1_001, 1_000]
+    moments = iter([each * 1_000_000 + 999_999 for each in milliseconds])
+    monkeypatch.setattr(time, "time_ns", lambda: next(moments))
+    assert [job_time_ms(new_job_id("minilm")) for _ in milliseconds] == milliseconds
 
 
 def test_a_forked_child_makes_other_ids():
