@@ -148,6 +148,8 @@ class Claimer:
         """Which model takes of the room first."""
         self.is_armed = False
         """Whether a blocking claim is with the broker."""
+        self.has_just_waited = False
+        """Whether the blocking claim has brought jobs, and nothing was claimed since."""
         self._armed_count = 0
         self._armed_until = 0.0
 
@@ -196,6 +198,7 @@ class Claimer:
             self._checkpoint("before-commit")
         if claims:
             self._checkpoint("before-claim")
+            self.has_just_waited = False
         statuses, deliveries = self._broker.exchange(self._consumer, commits, claims, self._result_ttl_ms, meanwhile)
         if commits:
             self._checkpoint("after-commit")
@@ -239,6 +242,7 @@ class Claimer:
         """The blocking claim has an answer or is overdue: on a half-open connection none may ever come."""
         deliveries = self._broker.collect() if self._clock() < self._armed_until else self._broker.disarm()
         self.is_armed = False
+        self.has_just_waited = bool(deliveries)
         self._note_found([Claim(name, self._armed_count, 0, 0) for name in self._models], deliveries)
         return deliveries
 

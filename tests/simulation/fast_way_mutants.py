@@ -3,11 +3,13 @@
     shared_headers.py  the header of one job is taken for that of another
     router.py          one look at a model decides for all plain jobs of a claim
     job.py, version.py inputs of alike jobs are joined as bytes;  their description is looked at once
-    joint_results.py   the results of a batch are cut out of its outputs, and settled together
+    joint_results.py   the results of a batch are cut out of its outputs, and settled together; cached after that
+    drain.py           the commit of a short forward carries the next claims
 
 What the simulator cannot show, because another part keeps the promise or nothing in it lies, is tested beside the fast
 way: signatures, revocations, a plain job that is expired at its claim (the scheduler looks once more), a lost job
-that is committed (the broker fences it), and the status of one commit taken for that of another.
+that is committed (the broker fences it), the status of one commit taken for that of another, and claims that wait for
+a long forward: no job is lost by that.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 from msgspec import structs
 
-from penstock.registry.broker.base import CommitStatus, Delivery
+from penstock.registry.broker.base import Claim, CommitStatus, Delivery
 from penstock.workers.batch_run import BatchRun, JointAnswers
 from penstock.workers.completer import CompletedRun, Completer, FallBack, NextTry, Rejoin, Settlement
 from penstock.workers.executor import Executor
@@ -256,6 +258,22 @@ class RunSealedOnce(Completer):
         return super().seal()
 
 
+class AnswersCachedForTheNeighbour(Completer):
+    """The answers of a batch are cached under the keys of the next jobs: they are made after the batch was sealed."""
+
+    def keep_answers(self) -> None:
+        for _, results in self._unkept:
+            results.bodies.append(results.bodies.pop(0))
+        super().keep_answers()
+
+
+class ClaimsBesideCommitsOnly(SteppedDrain):
+    """Jobs are claimed only when there is something to commit, and not only while a commit is near."""
+
+    def _claims(self) -> list[Claim]:
+        return super()._claims() if self._completer.has_work else []
+
+
 def _misled(finding: str, **part: type[Any]) -> Mutant:
     (kind,) = part.values()
     return Mutant(Mutation(kind.__name__, types=replace(STEPPED, **part)), finding)
@@ -278,4 +296,6 @@ FAST_WAY_MUTANTS: Final[tuple[Mutant, ...]] = (
     _misled("reported", completer=FencedRunCounted),
     _misled("no end", completer=RunNeverReleased),
     _misled("no end", completer=RunSealedOnce),
+    _misled("the answer of another", completer=AnswersCachedForTheNeighbour),
+    _misled("no end", drain=ClaimsBesideCommitsOnly),
 )

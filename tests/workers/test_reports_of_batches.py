@@ -61,10 +61,11 @@ def test_a_report_waits_for_the_exchange_of_a_short_forward(harness: SteppedHarn
     harness.publish("double", 101.0, 102.0, 103.0)
     second = commit_beside(worker, begin(worker))
     assert reported(worker) == KNOWN
-    # There is room for the third job now: this turn has an exchange.
+    # The commit of the second job carries the claim of the third one, and the report of the first one beside it.
     worker.turn()
-    assert reported(worker) == KNOWN + 1
+    assert reported(worker) == KNOWN
     worker.end(second)
+    assert reported(worker) == KNOWN + 2
     worker.forwards()
     assert reported(worker) == KNOWN + 3
 
