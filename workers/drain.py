@@ -451,10 +451,11 @@ class Drain:
         return self.parts.claimer.wanted()
 
     def _is_commit_near(self) -> bool:
-        """Whether all forwards under way, and those that wait for a thread, were short of late."""
+        """Whether forwards are all that is under way, and were short of late."""
         executor = self.parts.executor
         running, waiting = executor.running(), executor.waiting()
-        if not (running or waiting):
+        if not (running or waiting) or any(len(version.queue.batcher) for version in self.parts.lifecycle.turns):
+            # The next batch has begun to form: further jobs fill it.
             return False
         soon = self._clock() - _SOON_S
         return all(run.started > soon for run in running) and all(

@@ -98,3 +98,19 @@ def test_a_forward_that_takes_longer_than_those_before_delays_no_claim(harness: 
     harness.now += 0.01
     worker.turn()
     assert held(worker) == 2
+
+
+def test_jobs_that_wait_beside_a_short_forward_are_joined_by_others(models_root: Path):
+    """The next batch is not cut: what comes while it forms is claimed at once."""
+    write_package(models_root, "double", _DOUBLE, max_batch_size=8)
+    for harness in open_harness(models_root, batching={"max_queue_depth": 12}):
+        worker = harness.start_worker()
+        make_known(harness, worker, 0.002)
+        harness.publish("double", 101.0)
+        begin(worker)
+        # As many as the blocking claim takes now, and more than that.
+        harness.publish("double", 102.0, 103.0)
+        worker.turn()
+        harness.publish("double", 104.0, 105.0, 106.0)
+        worker.turn(2)
+        assert held(worker) == 6
