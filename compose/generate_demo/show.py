@@ -145,10 +145,10 @@ def _writer(console: Console, environ: Mapping[str, str], recipe: Recipe) -> Sto
         )
         texts = documents()
         console.print(f"{len(texts):,} docstrings, {sum(map(len, texts)) / 1e6:.1f} million characters")
-        from penstock.compose.generate_demo.training import train
-
         threads = min(granted_threads("cpu", environ), _MOST_THREADS)
         with _compiler_folder(), _training_bar(console, recipe.steps) as on_step:
+            from penstock.compose.generate_demo.training import train
+
             return train(recipe, texts, folder, threads, on_step)
 
     writer = ready_writer(home, recipe, make)
@@ -164,8 +164,8 @@ def _writer(console: Console, environ: Mapping[str, str], recipe: Recipe) -> Sto
 
 @contextmanager
 def _compiler_folder() -> Iterator[None]:
-    """The optimizer imports torch's compiler. It makes its folder in the system's temporary folder, and never deletes
-    it, unless this variable names another one."""
+    """The import of torch's compiler, by transformers, makes a folder in the system's temporary folder that nothing
+    deletes, unless this variable names another one."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     before = os.environ.get(name)
     with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as folder:
