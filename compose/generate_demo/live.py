@@ -66,8 +66,7 @@ class LiveTexts:
             return
         shown = self._styled(number)[begin:end]
         for line in shown.split("\n"):
-            if line or end < len(self.texts[number].rstrip()):
-                self._console.print(Text.assemble((f"{number + 1} | ", "dim"), line), soft_wrap=True)
+            self._console.print(Text.assemble((f"{number + 1} | ", "dim"), line), soft_wrap=True)
 
     def _styled(self, number: int) -> Text:
         text = Text(self.texts[number])

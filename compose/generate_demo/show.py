@@ -7,6 +7,8 @@ home has the writer? -- no: docstrings -> training, with a progress bar -> home
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -143,10 +145,10 @@ def _writer(console: Console, environ: Mapping[str, str], recipe: Recipe) -> Sto
         )
         texts = documents()
         console.print(f"{len(texts):,} docstrings, {sum(map(len, texts)) / 1e6:.1f} million characters")
-        from penstock.compose.generate_demo.training import train
-
         threads = min(granted_threads("cpu", environ), _MOST_THREADS)
-        with _training_bar(console, recipe.steps) as on_step:
+        with _compiler_folder(), _training_bar(console, recipe.steps) as on_step:
+            from penstock.compose.generate_demo.training import train
+
             return train(recipe, texts, folder, threads, on_step)
 
     writer = ready_writer(home, recipe, make)
@@ -158,6 +160,21 @@ def _writer(console: Console, environ: Mapping[str, str], recipe: Recipe) -> Sto
         f"{result.loss:.2f} nats per token, {result.loss_before:.2f} before the training"
     )
     return writer
+
+
+@contextmanager
+def _compiler_folder() -> Iterator[None]:
+    """The import of torch's compiler, by transformers, makes a folder in the system's temporary folder that nothing
+    deletes, unless this variable names another one."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
+    with tempfile.TemporaryDirectory(prefix="penstock-", ignore_cleanup_errors=True) as folder:
+        os.environ[name] = folder if before is None else before
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
 
 
 def _counted_threads(number: int) -> str:

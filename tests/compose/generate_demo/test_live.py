@@ -56,7 +56,8 @@ def test_a_terminal_keeps_the_whole_texts():
     console = Console(file=output, force_terminal=True, color_system=None, width=80, height=12)
     with LiveTexts(console, PROMPTS) as live:
         for number in range(2):
-            live.add(number, "):\n" + "\n".join(f"    line {line}" for line in range(30)))
+            live.add(number, "):\n\n" + "\n".join(f"    line {line}" for line in range(30)) + "\n\n")
     shown = output.getvalue().rpartition("\x1b[2K")[2]
     assert [line for line in shown.splitlines() if "| def" in line] == ["1 | def one():", "2 | def two():"]
     assert shown.count("line 29") == 2
+    assert [line.rstrip() for line in shown.splitlines()][-32:-29] == ["2 | def two():", "2 |", "2 |     line 0"]
