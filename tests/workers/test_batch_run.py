@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -133,3 +134,22 @@ def test_the_size_to_avoid_is_the_smallest_misfit_above_everything_that_fitted(
     for tokens, rows in fits:
         run.did_fit(Prepared(rows, None, tokens, tokens))
     assert run.too_large == (ForwardSize(*too_large) if too_large else None)
+
+
+@pytest.mark.parametrize(
+    ("seats", "is_alone", "crashes", "is_last"),
+    [
+        (0, False, 0, True),
+        (4, False, 0, False),
+        (4, False, 1, False),
+        (4, True, 1, True),
+        (4, False, 2, True),
+    ],
+)
+def test_job_of_an_engine_has_another_forward_until_it_ran_alone(
+    seats: int, is_alone: bool, crashes: int, is_last: bool
+):
+    """The jobs of an engine share its steps: one that hangs must not fail the others. The last crash is the last."""
+    version = ready_version(1)
+    version.policy = replace(version.policy, seats=seats, max_crashes=3)
+    assert run_of(version, job_of(1, crashes=crashes), is_as_built=is_alone).is_last is is_last

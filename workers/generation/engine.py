@@ -27,7 +27,7 @@ from penstock.registry.errors import ConfigurationError, InvalidInput, described
 from penstock.registry.queues import Priority, PriorityName
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.attention import KeyValuePools
-from penstock.workers.generation.backend import Delivered, Prompt
+from penstock.workers.generation.backend import Delivered
 from penstock.workers.generation.batch import flat_batch
 from penstock.workers.generation.chat import ChatPrompt, chat_output, parser_of
 from penstock.workers.generation.config import Config
@@ -40,7 +40,7 @@ from penstock.workers.generation.packing import Packing
 from penstock.workers.generation.pages import PagePool
 from penstock.workers.generation.prefix_cache import PrefixCache
 from penstock.workers.generation.probe import probe
-from penstock.workers.generation.prompts import PromptReader
+from penstock.workers.generation.prompts import Prompt, PromptReader
 from penstock.workers.generation.request import GenerationRequest
 from penstock.workers.generation.sampler import Sampled
 from penstock.workers.generation.scheduler import Chunk, Scheduler

@@ -31,8 +31,9 @@ from penstock.registry.package.manifest import Manifest
 from penstock.registry.queues import PriorityName
 from penstock.registry.sampling_params import SamplingParams
 from penstock.registry.tensors import Array
-from penstock.workers.generation.backend import Backend, Delivered, Prompt, Wish
+from penstock.workers.generation.backend import Backend, Delivered, Wish
 from penstock.workers.generation.chat import ChatPrompt
+from penstock.workers.generation.prompts import Prompt
 from penstock.workers.generation.server_backend import ServerBackend
 from penstock.workers.observe.metrics import GenerationFigures
 from penstock.workers.runtime.base import Prepared, StreamContext

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation import Engine
@@ -127,35 +128,33 @@ def _check_alone(engine: Engine, kind: type[BaseException]) -> None:
     assert engine.stats().pages_used == 0
 
 
+class PickyTokenizer(PreTrainedTokenizerFast):
+    """Decodes no text that begins with the token `bad`."""
+
+    bad: int | None = None
+
+    def _decode(self, token_ids: Any, *args: Any, **options: Any) -> str:
+        if token_ids[:1] == [self.bad]:
+            raise OverflowError("no such token")
+        text: str = super()._decode(token_ids, *args, **options)
+        return text
+
+
 def test_text_that_the_tokenizer_cannot_decode_fails_alone():
     """With a stop string, text is decoded within the step."""
-    tokenizer = byte_tokenizer()
+    plain = byte_tokenizer()
+    tokenizer = PickyTokenizer(tokenizer_object=plain.backend_tokenizer, eos_token=plain.eos_token)
     engine = open_engine(model_for(tokenizer), tokenizer, kv_cache_mb=4)
     params = SamplingParams(max_tokens=20, seed=1, stop=["zzz"], ignore_eos=True)
     expected = [output.outputs[0].text for output in engine.generate(["one", "two"], params)]
-    bad = next(iter(engine.generate("bad", params)[0].outputs[0].token_ids))
-    decode = tokenizer.decode
-
-    def picky(tokens: list[int], **options: Any) -> Any:
-        if threading.current_thread().name == "picky" and tokens[:1] == [bad]:
-            raise OverflowError("no such token")
-        return decode(tokens, **options)
-
-    engine.decoder.tokenizer.decode = picky
-    found: list[Any] = []
-
-    def ask() -> None:
-        for name, prompt in (("1", "one"), ("bad", "bad"), ("2", "two")):
-            engine.add_request(name, prompt, params)
-        while engine.has_unfinished_requests:
-            found.extend(output for output in engine.step() if output.finished)
-
-    thread = threading.Thread(target=ask, name="picky")
-    thread.start()
-    thread.join(PATIENCE_S)
-    by_name = {output.request_id: output.outputs[0] for output in found}
-    assert [by_name["1"].text, by_name["2"].text] == expected
-    assert by_name["bad"].finish_reason == "error"
+    tokenizer.bad = engine.generate("bad", params)[0].outputs[0].token_ids[0]
+    for name, prompt in (("1", "one"), ("bad", "bad"), ("2", "two")):
+        engine.add_request(name, prompt, params)
+    ended: dict[str, Any] = {}
+    while engine.has_unfinished_requests:
+        ended |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
+    assert [ended["1"].text, ended["2"].text] == expected
+    assert ended["bad"].finish_reason == "error"
     assert engine.stats().pages_used == 0
 
 

@@ -11,9 +11,10 @@ import pytest
 from penstock.registry.errors import ConfigurationError, ForwardTimeout, InvalidInput, ModelError, ModelNotReady
 from penstock.registry.package.generation import Generation
 from penstock.registry.sampling_params import SamplingParams
-from penstock.workers.generation.backend import Delivered, Prompt, Wish
+from penstock.workers.generation.backend import Delivered, Wish
 from penstock.workers.generation.chat import ChatPrompt
 from penstock.workers.generation.outputs import RequestOutput, Usage
+from penstock.workers.generation.prompts import Prompt
 from penstock.workers.generation.server_backend import ServerBackend
 from penstock.workers.generation.tool_calls import ToolCall
 from tests.servers import wait_until
