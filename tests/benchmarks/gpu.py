@@ -35,9 +35,10 @@ from penstock.workers.batching.calibrate import Calibration, calibrate
 from penstock.workers.compilation import TorchCompiler
 from penstock.workers.process.device import visible_gpus
 from penstock.workers.runtime.base import Prepared, Runtime
+from penstock.workers.runtime.device_peak import peak_used_bytes, total_bytes
 from penstock.workers.runtime.forms import Forward, Tunable
 from penstock.workers.runtime.open import open_runtime
-from penstock.workers.versions.device_memory import forward_probe, largest_example, peak_used_bytes, total_bytes
+from penstock.workers.versions.device_memory import forward_probe, largest_example
 from tests.benchmarks import mlp
 from tests.benchmarks.harness import Harness
 from tests.benchmarks.report import FAILED, Progress, Row, as_data, machine, markdown, median, verdict

@@ -18,7 +18,6 @@ import torch
 from penstock.registry.errors import ConfigurationError
 from penstock.workers.generation import attention
 from penstock.workers.generation.attention import KeyValuePools
-from penstock.workers.generation.batch import flat_batch
 from penstock.workers.generation.model import Decoder
 from penstock.workers.generation.scheduler import Chunk, Sequence
 
@@ -58,7 +57,7 @@ def _probe(decoder: Decoder, page_size: int) -> int:
     found = []
     for step, end in enumerate(ends):
         chunks = (_next(own, tokens[:end]), _next(other, tokens[: min(length, _NEIGHBOUR + step)]))
-        logits, calls = decoder.forward(batch := flat_batch(chunks, page_size), pools)
+        logits, calls = decoder.forward(batch := decoder.batch(chunks, page_size), pools)
         _check_calls(decoder, calls)
         if logits.shape[0] != len(batch.sampling):
             raise ConfigurationError(f"{decoder.name} is not served: its logits are of other tokens")
@@ -86,7 +85,8 @@ def _eager_logits(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
     decoder.model.set_attn_implementation("eager")
     try:
         with torch.inference_mode():
-            logits: torch.Tensor = decoder.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
+            ids = torch.tensor([tokens], device=decoder.device.device)
+            logits: torch.Tensor = decoder.model(input_ids=ids, use_cache=False).logits[0].float()
             return logits
     finally:
         decoder.model.set_attn_implementation(attention.NAME)

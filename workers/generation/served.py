@@ -148,7 +148,7 @@ class GenerateRuntime(PackageRuntime):
         precision = _PRECISIONS.get(self.precision)
         if precision is None:
             raise ConfigurationError(f"{spec.reference}: precision: found {self.precision}, expected fp32 or bf16")
-        options = {**spec.generate.engine_options(), "precision": precision}
+        options = {**spec.generate.engine_options(), "precision": precision, "device": device}
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
@@ -159,7 +159,7 @@ class GenerateRuntime(PackageRuntime):
             torch.set_num_threads(before)
         self._runner = EngineRunner(engine, lambda: torch.set_num_threads(threads))
         weights = sum(one.numel() * one.element_size() for one in engine.decoder.model.parameters())
-        return int(weights + spec.generate.kv_cache_mb * 1e6)
+        return int(weights + engine.pool_nbytes)
 
     def _release(self) -> None:
         runner, self._runner = self._runner, None

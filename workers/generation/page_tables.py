@@ -1,0 +1,43 @@
+"""Which pages the queries of a group of rows read under a rule. Pure: numbers only, so no look at a device is needed.
+
+pages of each row, its first position -> without those before the first visible key -> filled up with page 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from penstock.workers.generation.layer_rules import LayerRule
+
+__all__ = ["PageTable", "page_table"]
+
+
+class PageTable(NamedTuple):
+    """numbers: (B * P), row by row. starts: (B), the position of the first key in each row's first page.
+
+    length: keys that are read of each row. is_masked: whether any query does not see all of them.
+    """
+
+    numbers: list[int]
+    starts: list[int]
+    length: int
+    is_masked: bool
+
+
+def page_table(
+    pages: Sequence[Sequence[int]], first_positions: Sequence[int], num_queries: int, rule: LayerRule, page_size: int
+) -> PageTable:
+    """pages: of each row from position 0 on, as far as its last query. first_positions: of each row's first query."""
+    first_pages = [rule.first_visible(position) // page_size for position in first_positions]
+    tables = [list(row[first:]) for row, first in zip(pages, first_pages, strict=True)]
+    width = max(map(len, tables))
+    numbers = [number for table in tables for number in (*table, *[0] * (width - len(table)))]
+    starts = [first * page_size for first in first_pages]
+    # All rows at one length that fills its pages is rare, so the last positions are cut where no row has them.
+    length = max(position + num_queries - start for position, start in zip(first_positions, starts, strict=True))
+    is_masked = any(
+        start + length - 1 > position or rule.first_visible(position + num_queries - 1) > start
+        for position, start in zip(first_positions, starts, strict=True)
+    )
+    return PageTable(numbers, starts, length, is_masked)
