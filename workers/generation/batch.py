@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -80,12 +81,12 @@ def flat_batch(
             ids += chunk.tokens
             positions += range(chunk.start, end)
             slots += [pages[at // page_size] * page_size + at % page_size for at in range(chunk.start, end)]
-            if chunk.num_logits:
-                keep += range(len(ids) - chunk.num_logits, len(ids))
+            if number := chunk.num_logits:
+                keep += range(len(ids) - number, len(ids))
                 sampling.append(chunk)
-        firsts, number = [chunk.start for chunk in rows], rows[0].num_tokens
-        made = {rule: page_table(tables, firsts, number, rule, page_size) for rule in rules}
-        groups.append(_Group(start, number, firsts, made))
+        firsts, queries = [chunk.start for chunk in rows], rows[0].num_tokens
+        made = {rule: page_table(tables, firsts, queries, rule, page_size) for rule in rules}
+        groups.append(_Group(start, queries, firsts, made))
     parts = [ids, positions, slots, keep]
     for group in groups:
         parts += [group.first_positions, *(part for table in group.tables.values() for part in table[:2])]
@@ -102,8 +103,8 @@ def flat_batch(
 
 def _placed(parts: Sequence[Sequence[int]], device: TorchDevice) -> Iterator[torch.Tensor]:
     """All lists as tensors on the device, by one copy."""
-    host = device.host_tensor(np.array([value for part in parts for value in part], np.int64))
-    return iter(device.upload(host).split([len(part) for part in parts]))
+    host = device.host_tensor(np.array([*chain.from_iterable(parts)], np.int64))
+    return iter(device.upload(host).split([*map(len, parts)]))
 
 
 def _on_device(group: _Group, placed: Iterator[torch.Tensor]) -> RowGroup:

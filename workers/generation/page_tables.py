@@ -29,15 +29,28 @@ def page_table(
     pages: Sequence[Sequence[int]], first_positions: Sequence[int], num_queries: int, rule: LayerRule, page_size: int
 ) -> PageTable:
     """pages: of each row from position 0 on, as far as its last query. first_positions: of each row's first query."""
-    first_pages = [rule.first_visible(position) // page_size for position in first_positions]
-    tables = [list(row[first:]) for row, first in zip(pages, first_pages, strict=True)]
-    width = max(map(len, tables))
-    numbers = [number for table in tables for number in (*table, *[0] * (width - len(table)))]
-    starts = [first * page_size for first in first_pages]
+    numbers: list[int] = []
+    if rule.reach is None:
+        width, tables = max(map(len, pages)), pages
+        starts = [0] * len(pages)
+    else:
+        firsts = [rule.first_visible(position) // page_size for position in first_positions]
+        tables = [row[first:] for row, first in zip(pages, firsts, strict=True)]
+        width = max(map(len, tables))
+        starts = [first * page_size for first in firsts]
+    for table in tables:
+        numbers += table
+        numbers += [0] * (width - len(table))
+    reaches = [position - start for position, start in zip(first_positions, starts, strict=True)]
     # All rows at one length that fills its pages is rare, so the last positions are cut where no row has them.
-    length = max(position + num_queries - start for position, start in zip(first_positions, starts, strict=True))
-    is_masked = any(
-        start + length - 1 > position or rule.first_visible(position + num_queries - 1) > start
-        for position, start in zip(first_positions, starts, strict=True)
+    length = max(reaches) + num_queries
+    is_masked = length - 1 > min(reaches) or (
+        rule.reach is not None and _hides(rule, first_positions, num_queries, starts)
     )
     return PageTable(numbers, starts, length, is_masked)
+
+
+def _hides(rule: LayerRule, first_positions: Sequence[int], num_queries: int, starts: Sequence[int]) -> bool:
+    """Whether the last query of a row does not see the first key that is read."""
+    lasts = (position + num_queries - 1 for position in first_positions)
+    return any(rule.first_visible(last) > start for last, start in zip(lasts, starts, strict=True))

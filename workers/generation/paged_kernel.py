@@ -19,7 +19,7 @@ import triton.language as tl
 from penstock.workers.generation.attention import RowGroup
 from penstock.workers.generation.layer_rules import LayerRule
 
-__all__ = ["decode_attention"]
+__all__ = ["decode_attention", "decode_kernel"]
 
 _BLOCK = 64
 """Keys that are read at a time."""
@@ -29,7 +29,7 @@ _LEAST = 16
 
 # The width changes with the longest row, and no code depends on it.
 @triton.jit(do_not_specialize=["width"])
-def _decode(  # type: ignore[no-untyped-def]
+def decode_kernel(  # type: ignore[no-untyped-def]
     queries, keys, values, numbers, starts, positions, sinks, found,
     width, scale, softcap,
     PAGE: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr, PER_KEY: tl.constexpr,
@@ -96,7 +96,7 @@ def decode_attention(
     _, page_size, shared, value_size = values.shape
     view = group.views[rule]
     found = queries.new_empty((rows, heads, value_size))
-    _decode[(rows, shared)](
+    decode_kernel[(rows, shared)](
         queries.contiguous(),
         keys,
         values,

@@ -64,8 +64,8 @@ def _probe(decoder: Decoder, page_size: int) -> int:
         found.append(logits[[chunk.sequence is own for chunk in batch.sampling].index(True)])
         for chunk in chunks:
             chunk.sequence.num_computed = chunk.start + chunk.num_tokens
-    expected = _eager_logits(decoder, tokens)[[end - 1 for end in ends]]
-    _check_logits(decoder, torch.stack(found), expected)
+    expected = _eager_logits(decoder, tokens)
+    _check_logits(decoder, torch.stack(found), torch.stack([expected[end - 1] for end in ends]))
     return pools.page_nbytes
 
 

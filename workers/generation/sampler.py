@@ -48,7 +48,9 @@ def logprobs_at(logits: torch.Tensor, token: int, number: int) -> dict[int, floa
     """logits: (V,). The log probabilities of the token and of so many most probable ones."""
     logprobs = logits.log_softmax(-1)
     values, found = logprobs.topk(min(number, logits.shape[-1]))
-    return {token: float(logprobs[token]), **dict(zip(found.tolist(), values.tolist(), strict=True))}
+    # One copy to the host: the numbers of tokens are whole in double precision.
+    own, *read = torch.cat((logprobs[token, None], values, found.double())).cpu().tolist()
+    return {token: own, **{int(each): value for value, each in zip(read, read[len(values) :], strict=False)}}
 
 
 def _sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
@@ -73,7 +75,7 @@ def _sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
 
 def _read(*columns: torch.Tensor) -> list[list[int]]:
     """Integers and truths of all rows, by one copy to the host."""
-    read: list[list[int]] = torch.stack([each.long() for each in columns]).tolist()
+    read: list[list[int]] = torch.stack([each.long() for each in columns]).cpu().tolist()
     return read
 
 
@@ -104,7 +106,7 @@ def _drawn(
     if undecided := [at for at in filtered if is_finite[at] and not decided_rows[at]]:
         again = _Settings.of(rows, undecided, size, logits.device)
         whole, _ = _from_top(logits.index_select(0, again.places), again, size)
-        for at, token in zip(undecided, whole.tolist(), strict=True):
+        for at, token in zip(undecided, whole.cpu().tolist(), strict=True):
             found[at] = token
     return found, is_finite
 
