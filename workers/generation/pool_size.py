@@ -8,6 +8,7 @@ Importing this module imports torch.
 
 from __future__ import annotations
 
+from math import ceil, inf
 from typing import Final
 
 from penstock.registry.errors import ConfigurationError
@@ -49,17 +50,17 @@ def pages_beside(total: int, share: float, peak: int | None, page_nbytes: int) -
 
     peak: with the weights, and with what other processes use; None: the forward did not fit.
     """
-    if peak is None:
+    least = inf if peak is None else (peak + _LEAST * page_nbytes) / total
+    if peak is None or least > 1:
         raise ConfigurationError(
-            f"The largest step does not fit {total / 1e6:.0f} MB of the device beside the weights, expected smaller "
-            "max_num_batched_tokens, max_num_seqs or max_model_len"
+            f"Weights and the largest step do not fit {total / 1e6:.0f} MB of the device beside two pages, expected "
+            "smaller max_num_batched_tokens, max_num_seqs or max_model_len"
         )
     pages = (int(total * share) - peak) // page_nbytes
     if pages < _LEAST:
-        least = (peak + _LEAST * page_nbytes) / total
         raise ConfigurationError(
-            f"hbm_utilization: found {share:g}, expected at least {least:.3f}: weights and the largest step take "
-            f"{peak / 1e6:.0f} of {total / 1e6:.0f} MB, two pages {_LEAST * page_nbytes / 1e6:.3f} MB"
+            f"hbm_utilization: found {share:g}, expected at least {ceil(least * 1000) / 1000:g}: weights and the "
+            f"largest step take {peak / 1e6:.0f} of {total / 1e6:.0f} MB, two pages {_LEAST * page_nbytes / 1e6:.3f} MB"
         )
     return pages
 
