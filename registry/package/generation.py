@@ -95,6 +95,8 @@ class Generation(Section):
 
     attention: Literal["auto", "sdpa", "triton"] = "auto"
     """Of decoding rows: sdpa over gathered pages, or a kernel in triton; auto: the kernel where it can run."""
+    cuda_graphs: bool = False
+    """On a GPU with the kernel, one launch for all kernels of a step in which every row decodes."""
 
     @model_validator(mode="before")
     @classmethod

@@ -44,6 +44,8 @@ class FlatBatch:
     """(S,): the place of each token whose logits are wanted."""
     groups: tuple[RowGroup, ...]
     sampling: tuple[Chunk, ...]
+    plan: torch.Tensor
+    """All integers: the tensors of the batch are its parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,9 @@ def flat_batch(
     rules: Iterable[LayerRule],
     device: TorchDevice,
     most_groups: int = MOST_GROUPS,
+    least_width: int = 0,
 ) -> FlatBatch:
-    """chunks: of one step, at least one. rules: all kinds of layers of the model."""
+    """chunks: of one step, at least one. rules: all kinds of layers of the model. least_width: of tables, in pages."""
     rules = tuple(rules)
     groups: list[_Group] = []
     ids: list[int] = []
@@ -85,12 +88,14 @@ def flat_batch(
                 keep += range(len(ids) - number, len(ids))
                 sampling.append(chunk)
         firsts, queries = [chunk.start for chunk in rows], rows[0].num_tokens
-        made = {rule: page_table(tables, firsts, queries, rule, page_size) for rule in rules}
+        made = {rule: page_table(tables, firsts, queries, rule, page_size, least_width) for rule in rules}
         groups.append(_Group(start, queries, firsts, made))
     parts = [ids, positions, slots, keep]
     for group in groups:
         parts += [group.first_positions, *(part for table in group.tables.values() for part in table[:2])]
-    placed = _placed(parts, device)
+    # One copy to the device.
+    plan = device.upload(device.host_tensor(np.array([*chain.from_iterable(parts)], np.int64)))
+    placed = iter(plan.split([*map(len, parts)]))
     return FlatBatch(
         next(placed)[None],
         next(placed)[None],
@@ -98,13 +103,8 @@ def flat_batch(
         next(placed),
         tuple(_on_device(group, placed) for group in groups),
         tuple(sampling),
+        plan,
     )
-
-
-def _placed(parts: Sequence[Sequence[int]], device: TorchDevice) -> Iterator[torch.Tensor]:
-    """All lists as tensors on the device, by one copy."""
-    host = device.host_tensor(np.array([*chain.from_iterable(parts)], np.int64))
-    return iter(device.upload(host).split([*map(len, parts)]))
 
 
 def _on_device(group: _Group, placed: Iterator[torch.Tensor]) -> RowGroup:

@@ -96,6 +96,8 @@ class Config:
     """cpu, cuda or cuda:N."""
     attention: AttentionChoice = "auto"
     """Of decoding rows: sdpa over gathered pages, or the kernel in triton; auto: the kernel where it can run."""
+    cuda_graphs: bool = False
+    """On a GPU with the kernel, one launch for all kernels of a step in which every row decodes."""
     packed_linears: Literal["auto", "on", "off"] = "auto"
     """Weights in oneDNN's layout: auto measures at load and keeps what is faster."""
 
@@ -107,6 +109,7 @@ class Config:
         if self.device == "cpu" and self.cache.hbm_utilization is not None:
             found = described(self.cache.hbm_utilization)
             raise ConfigurationError(f"hbm_utilization: found {found} on a CPU, expected kv_cache_mb in its place")
+        _check_bool("cuda_graphs", self.cuda_graphs)
         for name, value, expected in (
             ("precision", self.precision, _PRECISIONS),
             ("packed_linears", self.packed_linears, _PACKING),

@@ -32,6 +32,7 @@ from penstock.workers.generation.attention import KeyValuePools
 from penstock.workers.generation.attention_choice import choose_kernel
 from penstock.workers.generation.chat import ChatPrompt, chat_output, chat_tokens, parser_of
 from penstock.workers.generation.config import Config
+from penstock.workers.generation.decode_graphs import DecodeGraphs, is_decoding
 from penstock.workers.generation.model import Decoder, load_decoder, wrap_decoder
 from penstock.workers.generation.outputs import ChatOutput, EngineStats, FinishReason, RequestOutput
 from penstock.workers.generation.packing import pack
@@ -78,6 +79,8 @@ class Engine:
         self.scheduler: Final = Scheduler(config.scheduler, self.pages)
         self._pools: Final = KeyValuePools(num_pages, cache.page_size)
         self.pool_nbytes: Final = num_pages * page_nbytes
+        has_graphs = config.cuda_graphs and decoder.device.is_cuda and decoder.kernel is not None
+        self._graphs: Final = DecodeGraphs(decoder, self._pools) if has_graphs else None
         self._requests: dict[str, GenerationRequest] = {}
         self._open: dict[str, GenerationRequest] = {}
         """The first text of each request that has not ended."""
@@ -265,10 +268,9 @@ class Engine:
                 self._pools.clear(dirty)
             if not plan.chunks:
                 return
-            batch = self.decoder.batch(plan.chunks, self.pages.page_size)
             with self.decoder.device.inference():
-                logits, _ = self.decoder.forward(batch, self._pools)
-                found = sampled_tokens(logits, batch.sampling, self._requests)
+                logits, sampling = self._logits(plan.chunks)
+                found = sampled_tokens(logits, sampling, self._requests)
             tokens = {name: [one.token for one in each if one.token is not None] for name, each in found.items()}
             self._count(plan.chunks)
             self.scheduler.record(
@@ -276,9 +278,17 @@ class Engine:
                 {name: each[-1] for name, each in tokens.items() if each},
                 {name: each[:-1] for name, each in tokens.items()},
             )
-            for chunk in batch.sampling:
+            for chunk in sampling:
                 if chunk.sequence.request_id in found:
                     self._settle(self._requests[chunk.sequence.request_id], chunk, found[chunk.sequence.request_id])
+
+    def _logits(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, Sequence[Chunk]]:
+        """(S, V) of one forward, and the chunks that they are of."""
+        if self._graphs is not None and is_decoding(chunks):
+            return self._graphs.forward(chunks)
+        batch = self.decoder.batch(chunks, self.pages.page_size)
+        logits, _ = self.decoder.forward(batch, self._pools)
+        return logits, batch.sampling
 
     def _guesses(self) -> dict[str, list[int]]:
         """More rows have enough work for a forward: guesses would take its time from them."""

@@ -26,9 +26,17 @@ class PageTable(NamedTuple):
 
 
 def page_table(
-    pages: Sequence[Sequence[int]], first_positions: Sequence[int], num_queries: int, rule: LayerRule, page_size: int
+    pages: Sequence[Sequence[int]],
+    first_positions: Sequence[int],
+    num_queries: int,
+    rule: LayerRule,
+    page_size: int,
+    least_width: int = 0,
 ) -> PageTable:
-    """pages: of each row from position 0 on, as far as its last query. first_positions: of each row's first query."""
+    """pages: of each row from position 0 on, as far as its last query. first_positions: of each row's first query.
+
+    least_width: of the tables, in pages.
+    """
     numbers: list[int] = []
     if rule.reach is None:
         width, tables = max(map(len, pages)), pages
@@ -38,6 +46,7 @@ def page_table(
         tables = [row[first:] for row, first in zip(pages, firsts, strict=True)]
         width = max(map(len, tables))
         starts = [first * page_size for first in firsts]
+    width = max(width, least_width)
     for table in tables:
         numbers += table
         numbers += [0] * (width - len(table))

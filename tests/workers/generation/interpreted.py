@@ -23,7 +23,9 @@ from penstock.workers.generation.attention import (
 )
 from penstock.workers.generation.attention_choice import choose_kernel
 from penstock.workers.generation.batch import flat_batch
+from penstock.workers.generation.decode_graphs import DecodeGraphs
 from penstock.workers.generation.layer_rules import LayerRule
+from penstock.workers.generation.model import wrap_decoder
 from penstock.workers.generation.scheduler import Chunk, Sequence
 from penstock.workers.runtime.torch_device import TorchDevice
 from tests.workers.generation.architectures import decoder
@@ -133,13 +135,32 @@ class _Counted:
         return self._kernel(group, *others)
 
 
+def _replayed() -> list[Any]:
+    """Logits of a step, and those of the batch of an earlier one after a copy of the plan: what a graph computes."""
+    loaded = wrap_decoder(decoder("Gemma2"), None, 40)
+    loaded.kernel = choose_kernel("triton", loaded.device)
+    pools = KeyValuePools(64, 4)
+    graphs = DecodeGraphs(loaded, pools)
+    rows = [Sequence(str(row), prompt, len(prompt)) for row, prompt in enumerate(prompts_of(9, 30, 14))]
+    for row, one in enumerate(rows):
+        one.pages = [*range(1 + 12 * row, 13 + 12 * row)]
+        loaded.forward(loaded.batch([Chunk(one, 0, len(one.tokens) - 1)], 4), pools)
+    first = graphs.batch([Chunk(rows[0], len(rows[0].tokens) - 1, 1), Chunk(rows[1], 20, 1), Chunk(rows[2], 3, 1)])
+    steps = [Chunk(one, len(one.tokens) - 1, 1) for one in rows]
+    expected, _ = loaded.forward(loaded.batch(steps, 4), pools)
+    second = graphs.batch(steps)
+    first.plan.copy_(second.plan)
+    found, _ = loaded.forward(first, pools)
+    return [first.plan.shape == second.plan.shape, len(found), float((found[1:] - expected).abs().max())]
+
+
 def _main() -> None:
     torch.set_num_threads(1)
     kernel = choose_kernel("triton", TorchDevice("cpu", 1))
     if kernel is None:
         raise ValueError("Found no kernel, expected that of the interpreter")
     errors = {name: max(error_of(case, kernel, seed) for seed in range(2)) for name, case in CASES.items()}
-    json.dump({"errors": errors, "texts": {name: _texts(name) for name in TEXTS}}, sys.stdout)
+    json.dump({"errors": errors, "texts": {name: _texts(name) for name in TEXTS}, "replayed": _replayed()}, sys.stdout)
 
 
 if __name__ == "__main__":

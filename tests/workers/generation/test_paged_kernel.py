@@ -56,6 +56,13 @@ def test_engine_writes_the_same_with_the_kernel(interpreted, name):
     assert calls > 0
 
 
+def test_batch_of_an_earlier_step_computes_a_later_one(interpreted):
+    """After one copy of the plan, as a CUDA graph does: other rows, positions and pages, and a padding row."""
+    is_like, rows, difference = interpreted["replayed"]
+    assert (is_like, rows) == (True, 4)
+    assert difference <= 1e-5
+
+
 def test_kernel_compiles_for_gpus(tmp_path):
     """Machine code for compute capabilities 8.0 and 9.0, without spare shared memory that a GPU has not."""
     found = output_of("compiled", tmp_path, TRITON_INTERPRET="0")
