@@ -63,6 +63,7 @@ _TIMED_ROUNDS: Final = 9
 _COMPARED_TEXTS: Final = 64
 _TIMEOUT_S: Final = 120.0
 _SHARES: Final = (0.5, 0.85)
+_GRAPH_ROWS: Final = (1, 8, 64)
 
 _HOLD_A_DEVICE: Final = """
 import os, pathlib, sys
@@ -260,6 +261,11 @@ def _generates(rows: int) -> Callable[[Progress], tuple[str, bool, dict[str, flo
     return lambda say: gpu_generation.decoding(_DEVICE, ONE_BILLION, rows=rows)
 
 
+def _replays(say: Progress) -> tuple[str, bool, dict[str, float]]:
+    """One launch for all kernels of a step."""
+    return gpu_generation.graphs(_DEVICE, ONE_BILLION, rows=_GRAPH_ROWS)
+
+
 def _keeps_share(say: Progress) -> tuple[str, bool, dict[str, float]]:
     """ES-012, ES-023."""
     return gpu_generation.kept_share(_DEVICE, ONE_BILLION, _SHARES)
@@ -289,6 +295,11 @@ CHECKS: Final = (
         "generation, 1.5 billion parameters in bf16, 64 rows of 512 tokens: tokens/s, share of the bandwidth of copies",
         ">= 50 %",
         _generates(64),
+    ),
+    Check(
+        "generation, the same, CUDA graphs against none at " + ", ".join(map(str, _GRAPH_ROWS)) + " rows: tokens/s",
+        ">= 1x each",
+        _replays,
     ),
     Check(
         "generation, hbm_utilization " + " / ".join(f"{share:g}" for share in _SHARES) + ": memory in use",

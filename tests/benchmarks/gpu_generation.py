@@ -17,7 +17,7 @@ from penstock.safety.validators import GenerationValidator, Verdict
 from penstock.workers.generation import Engine, SamplingParams
 from penstock.workers.runtime.device_peak import total_bytes
 
-__all__ = ["ONE_BILLION", "SMALL", "Found", "agreement", "decoding", "kept_share"]
+__all__ = ["ONE_BILLION", "SMALL", "Found", "agreement", "decoding", "graphs", "kept_share"]
 
 ONE_BILLION: Final[Mapping[str, int]] = {
     "vocab_size": 128_256,
@@ -84,6 +84,17 @@ def decoding(
         share >= 0.5,
         {"tokens_per_s": rate, "share": share, "bandwidth": bandwidth},
     )
+
+
+def graphs(device: str, shape: Mapping[str, int], *, rows: tuple[int, ...] = (1, 8, 64), **options: Any) -> Found:
+    """Tokens per second with CUDA graphs against the same steps without."""
+    ratios = {}
+    for number in rows:
+        rates = [
+            decoding(device, shape, rows=number, cuda_graphs=on, **options)[2]["tokens_per_s"] for on in (True, False)
+        ]
+        ratios[f"ratio_{number}"] = rates[0] / rates[1]
+    return ", ".join(f"{ratio:.2f}x" for ratio in ratios.values()), min(ratios.values()) >= 1, ratios
 
 
 def kept_share(device: str, shape: Mapping[str, int], shares: tuple[float, ...]) -> Found:

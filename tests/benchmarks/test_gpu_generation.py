@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.benchmarks.gpu_generation import SMALL, agreement, decoding
+from tests.benchmarks.gpu_generation import SMALL, agreement, decoding, graphs
 
 TINY = {**SMALL, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 
@@ -12,6 +12,12 @@ def test_decoding_is_counted():
     measured, _, figures = decoding("cpu", TINY, rows=3, prompt=20, steps=4, copied_bytes=1 << 16, kv_cache_mb=8)
     assert measured.count("tokens/s") == 1
     assert min(figures.values()) > 0
+
+
+def test_graphs_are_compared_with_none():
+    """A ratio for each number of rows; on a CPU both sides are the same steps."""
+    _, _, figures = graphs("cpu", TINY, rows=(1, 2), prompt=20, steps=4, copied_bytes=1 << 16, kv_cache_mb=8)
+    assert set(figures) == {"ratio_1", "ratio_2"}
 
 
 def test_equal_tokens_are_accepted():

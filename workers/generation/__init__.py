@@ -10,11 +10,16 @@ scheduler        requests -> what one step computes; pure
 request_queue    waiting requests by priority, age and arrival; pure
 pages            pages in use, free and idle; pure
 prefix_cache     pages by the tokens before and in them; pure
+page_tables      pages that a group of rows reads; pure
 batch            a step's plan -> flat tensors
 model            a folder -> a decoder
 layer_rules      which keys a layer's queries see
 probe            a decoder is served right, or refused
 attention        the function that the models call
+paged_kernel     attention of decoding rows, in triton
+attention_choice the kernel, or gathered pages
+decode_graphs    steps in which every row decodes, as CUDA graphs
+pool_size        pages of the pool, by megabytes or a share of a GPU
 flat_positions   positions for models that ask their cache
 packing          linear layers with packed weights, where they are faster
 request          one text: its sequence, how its tokens are chosen, its end

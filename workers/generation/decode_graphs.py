@@ -87,10 +87,9 @@ class DecodeGraphs:
         # A second forward writes the same keys to the same places.
         for _ in range(_WARM_UPS):
             self._decoder.forward(batch, self._pools)
-        torch.cuda.synchronize(self._decoder.device.device)
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        with torch.cuda.device(self._decoder.device.device), torch.cuda.graph(graph, pool=self._memory):
             logits, _ = self._decoder.forward(batch, self._pools)
         return _Graph(graph, batch, logits)

@@ -164,7 +164,11 @@ class GenerateRuntime(PackageRuntime):
     def _release(self) -> None:
         runner, self._runner = self._runner, None
         if runner is not None:
+            device = runner.engine.decoder.device
             runner.stop()
+            # Its tensors must be gone before their memory can be given back.
+            del runner
+            device.release_memory()
 
     def _example(self, rows: int, length: int) -> dict[str, Array]:
         """See example_inputs: it has no free dimension."""
