@@ -75,7 +75,7 @@ def decoding(
     table = model.get_input_embeddings().weight
     weights = sum(one.nbytes for one in model.parameters() if one is not table)
     # Each row has a token more after each step.
-    keys = (held + rows * steps / 2) * engine.pool_nbytes / (engine.pages.num_pages * engine.pages.page_size)
+    keys = (held + rows * steps / 2) * engine.forwards.pools_nbytes / (engine.pages.num_pages * engine.pages.page_size)
     bandwidth = _bandwidth(device, copied_bytes)
     share = (weights + keys) * steps / seconds / bandwidth
     rate = rows * steps / seconds

@@ -18,6 +18,7 @@ probe            a decoder is served right, or refused
 attention        the function that the models call
 paged_kernel     attention of decoding rows, in triton
 attention_choice the kernel, or gathered pages
+forwards         chunks of a step -> logits
 decode_graphs    steps in which every row decodes, as CUDA graphs
 pool_size        pages of the pool, by megabytes or a share of a GPU
 flat_positions   positions for models that ask their cache

@@ -28,11 +28,10 @@ from penstock.registry.chat_messages import Message
 from penstock.registry.errors import ConfigurationError, InvalidInput, described, shown
 from penstock.registry.queues import Priority, PriorityName
 from penstock.registry.sampling_params import SamplingParams
-from penstock.workers.generation.attention import KeyValuePools
 from penstock.workers.generation.attention_choice import choose_kernel
 from penstock.workers.generation.chat import ChatPrompt, chat_output, chat_tokens, parser_of
 from penstock.workers.generation.config import Config
-from penstock.workers.generation.decode_graphs import DecodeGraphs, is_decoding
+from penstock.workers.generation.forwards import Forwards
 from penstock.workers.generation.model import Decoder, load_decoder, wrap_decoder
 from penstock.workers.generation.outputs import ChatOutput, EngineStats, FinishReason, RequestOutput
 from penstock.workers.generation.packing import pack
@@ -77,10 +76,7 @@ class Engine:
             prefixes = PrefixCache(cache.page_size, int(cache.prefix_cache_capacity * (num_pages - 1)))
         self.pages: Final = PagePool(num_pages, cache.page_size, prefixes)
         self.scheduler: Final = Scheduler(config.scheduler, self.pages)
-        self._pools: Final = KeyValuePools(num_pages, cache.page_size)
-        self.pool_nbytes: Final = num_pages * page_nbytes
-        has_graphs = config.cuda_graphs and decoder.device.is_cuda and decoder.kernel is not None
-        self._graphs: Final = DecodeGraphs(decoder, self._pools) if has_graphs else None
+        self.forwards: Final = Forwards(decoder, num_pages, cache.page_size, page_nbytes, has_graphs=config.cuda_graphs)
         self._requests: dict[str, GenerationRequest] = {}
         self._open: dict[str, GenerationRequest] = {}
         """The first text of each request that has not ended."""
@@ -265,11 +261,11 @@ class Engine:
             self._end_late()
             plan = self.scheduler.plan(self._guesses())
             if dirty := self.scheduler.take_unverified_pages():
-                self._pools.clear(dirty)
+                self.forwards.clear(dirty)
             if not plan.chunks:
                 return
             with self.decoder.device.inference():
-                logits, sampling = self._logits(plan.chunks)
+                logits, sampling = self.forwards.logits(plan.chunks)
                 found = sampled_tokens(logits, sampling, self._requests)
             tokens = {name: [one.token for one in each if one.token is not None] for name, each in found.items()}
             self._count(plan.chunks)
@@ -281,14 +277,6 @@ class Engine:
             for chunk in sampling:
                 if chunk.sequence.request_id in found:
                     self._settle(self._requests[chunk.sequence.request_id], chunk, found[chunk.sequence.request_id])
-
-    def _logits(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, Sequence[Chunk]]:
-        """(S, V) of one forward, and the chunks that they are of."""
-        if self._graphs is not None and is_decoding(chunks):
-            return self._graphs.forward(chunks)
-        batch = self.decoder.batch(chunks, self.pages.page_size)
-        logits, _ = self.decoder.forward(batch, self._pools)
-        return logits, batch.sampling
 
     def _guesses(self) -> dict[str, list[int]]:
         """More rows have enough work for a forward: guesses would take its time from them."""

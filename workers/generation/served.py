@@ -159,7 +159,7 @@ class GenerateRuntime(PackageRuntime):
             torch.set_num_threads(before)
         self._runner = EngineRunner(engine, lambda: torch.set_num_threads(threads))
         weights = sum(one.numel() * one.element_size() for one in engine.decoder.model.parameters())
-        return int(weights + engine.pool_nbytes)
+        return int(weights + engine.forwards.pools_nbytes)
 
     def _release(self) -> None:
         runner, self._runner = self._runner, None

@@ -73,4 +73,4 @@ def test_plans_of_a_bucket_have_one_size():
 def test_cpu_has_no_graphs():
     """The option says what happens on a GPU."""
     engine = open_engine(decoder("Llama"), kv_cache_mb=4, cuda_graphs=True)
-    assert engine._graphs is None
+    assert engine.forwards.graphs is None

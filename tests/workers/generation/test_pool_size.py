@@ -96,7 +96,7 @@ def test_a_share_is_for_a_gpu():
 def test_cpu_has_256_megabytes():
     """Where nothing is said."""
     engine = open_engine(decoder("Llama"))
-    assert 255e6 < engine.pool_nbytes <= 256e6
+    assert 255e6 < engine.forwards.pools_nbytes <= 256e6
 
 
 def test_missing_device_is_refused():
