@@ -67,6 +67,11 @@ class DecodeGraphs:
         self._memory: tuple[int, int] | None = None
         """Of all graphs: they never run at a time, and each step reads its logits before the next."""
 
+    @property
+    def num_captured(self) -> int:
+        """Buckets that have a graph."""
+        return len(self._graphs)
+
     def batch(self, chunks: Sequence[Chunk]) -> FlatBatch:
         """The padded batch of a step, whose plan has the same size as any of its bucket."""
         rows = padded(chunks, bucket_of(len(chunks)))

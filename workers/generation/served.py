@@ -154,7 +154,7 @@ class GenerateRuntime(PackageRuntime):
         try:
             engine = Engine.from_pretrained(self._package.source_folder(), Config.from_options(options))
         except ConfigurationError as error:
-            raise ConfigurationError(f"{spec.reference}: {error}") from None
+            raise type(error)(f"{spec.reference}: {error}") from None
         finally:
             torch.set_num_threads(before)
         self._runner = EngineRunner(engine, lambda: torch.set_num_threads(threads))

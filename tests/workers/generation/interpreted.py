@@ -145,7 +145,10 @@ def _replayed() -> list[Any]:
     for row, one in enumerate(rows):
         one.pages = [*range(1 + 12 * row, 13 + 12 * row)]
         loaded.forward(loaded.batch([Chunk(one, 0, len(one.tokens) - 1)], 4), pools)
-    first = graphs.batch([Chunk(rows[0], len(rows[0].tokens) - 1, 1), Chunk(rows[1], 20, 1), Chunk(rows[2], 3, 1)])
+    earlier = [
+        Sequence("", one.tokens[:number], number, pages=one.pages) for one, number in zip(rows, (9, 21, 4), strict=True)
+    ]
+    first = graphs.batch([Chunk(one, len(one.tokens) - 1, 1) for one in earlier])
     steps = [Chunk(one, len(one.tokens) - 1, 1) for one in rows]
     expected, _ = loaded.forward(loaded.batch(steps, 4), pools)
     second = graphs.batch(steps)
