@@ -95,7 +95,7 @@ def flat_batch(
         parts += [group.first_positions, *(part for table in group.tables.values() for part in table[:2])]
     # One copy to the device.
     plan = device.upload(device.host_tensor(np.array([*chain.from_iterable(parts)], np.int64)))
-    placed = iter(plan.split([*map(len, parts)]))
+    placed = iter(plan.split_with_sizes([*map(len, parts)]))
     return FlatBatch(
         next(placed)[None],
         next(placed)[None],

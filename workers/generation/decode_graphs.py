@@ -15,7 +15,7 @@ Importing this module imports torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -64,7 +64,7 @@ class DecodeGraphs:
         self._pools: Final = pools
         self._width: Final = -(-decoder.max_positions // pools.page_size)
         self._graphs: dict[int, _Graph] = {}
-        self._memory: tuple[int, int] | None = None
+        self._memory: Any = None
         """Of all graphs: they never run at a time, and each step reads its logits before the next."""
 
     @property

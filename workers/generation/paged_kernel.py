@@ -28,7 +28,7 @@ _LEAST = 16
 
 
 # The width changes with the longest row, and no code depends on it.
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width"])  # type: ignore[untyped-decorator]
 def decode_kernel(  # type: ignore[no-untyped-def]
     queries, keys, values, numbers, starts, positions, sinks, found,
     width, scale, softcap,
@@ -97,7 +97,7 @@ def decode_attention(
     view = group.views[rule]
     found = queries.new_empty((rows, heads, value_size))
     # Triton launches on the thread's current GPU.
-    with torch.cuda.device_of(queries):
+    with torch.cuda.device_of(queries):  # type: ignore[no-untyped-call]
         decode_kernel[(rows, shared)](
             queries.contiguous(),
             keys,

@@ -36,7 +36,7 @@ class OnDevice(torch.Tensor):
     def __new__(cls, held: torch.Tensor) -> OnDevice:
         # A view of an ordinary tensor must be one, too, and the model's forward runs in inference mode.
         with torch.inference_mode(False):
-            made: OnDevice = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            made: OnDevice = torch.Tensor._make_wrapper_subclass(
                 cls,
                 held.shape,
                 strides=held.stride(),
@@ -48,7 +48,7 @@ class OnDevice(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         return _apply(func, args, kwargs or {})
 
 
