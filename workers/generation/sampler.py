@@ -27,6 +27,8 @@ from penstock.workers.generation.sampling_row import SamplingRow
 __all__ = ["Sampled", "logprobs_at", "sample"]
 
 _PREFILTER: Final = 256
+_BLOCK: Final = 1 << 18
+"""Logits of so many tokens at a time, on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,11 @@ def _sums(own: torch.Tensor, best: torch.Tensor, temperatures: torch.Tensor, top
     """(S, 1): the sum over all tokens of their probabilities, as shares of the highest."""
     if top.shape[-1] == own.shape[-1]:
         return (top - top[:, :1]).exp().sum(-1, keepdim=True)
-    # Single precision for each token, and double for their sum: it is only compared with top_p.
-    shares = (own - best).div_(temperatures.float()).exp_()
-    return shares.sum(-1, keepdim=True, dtype=torch.float64)
+    # Single precision for each token, and double for their sum: it is only compared with top_p. On a CPU, a few rows at
+    # a time: the memory of all is given back to the system and asked for again in each step.
+    rows = len(own) if own.is_cuda else max(1, _BLOCK // own.shape[-1])
+    sums, scale = [], temperatures.float()
+    for part in (slice(at, at + rows) for at in range(0, len(own), rows)):
+        shares = (own[part] - best[part]).div_(scale[part]).exp_()
+        sums.append(shares.sum(-1, keepdim=True, dtype=torch.float64))
+    return torch.cat(sums)
