@@ -176,7 +176,8 @@ def _sums(own: torch.Tensor, best: torch.Tensor, temperatures: torch.Tensor, top
     # Single precision for each token, and double for their sum: it is only compared with top_p. On a CPU, a few rows at
     # a time: the memory of all is given back to the system and asked for again in each step.
     rows = len(own) if own.is_cuda else max(1, _BLOCK // own.shape[-1])
-    sums, scale = [], temperatures.float()
+    sums: list[torch.Tensor] = []
+    scale = temperatures.float()
     for part in (slice(at, at + rows) for at in range(0, len(own), rows)):
         shares = (own[part] - best[part]).div_(scale[part]).exp_()
         sums.append(shares.sum(-1, keepdim=True, dtype=torch.float64))
