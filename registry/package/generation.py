@@ -50,10 +50,12 @@ _MOST_URGENT: Final = 16
 MOST_TOKENS: Final = 1 << 20
 """Of a prompt and its text together."""
 PROFILES: Final[dict[str, dict[str, Any]]] = {
-    "gpu": {"max_model_len": 4096, "max_num_seqs": 32, "page_size": 64},
+    "gpu": {"max_model_len": 4096, "max_num_seqs": 32, "page_size": 64, "hbm_utilization": 0.85},
     "memory_constrained": {"max_model_len": 2048, "max_num_seqs": 8, "page_size": 32, "kv_cache_mb": 64.0},
 }
 """Values that a package takes together. Its own values come first."""
+_SIZES: Final = ("kv_cache_mb", "hbm_utilization")
+"""Of the pages; a package has one of both."""
 _INPUTS: Final = (
     {"name": PROMPT, "dtype": "string", "shape": [1], "optional": True},
     {"name": TOKEN_IDS, "dtype": "int64", "shape": [1, "prompt_tokens"], "optional": True},
@@ -75,7 +77,7 @@ class Generation(Section):
     """The engine of a `generate` package. null: as the engine says."""
 
     profile: Literal["gpu", "memory_constrained"] | None = None
-    """Values that are taken together: max_model_len, max_num_seqs, page_size, kv_cache_mb."""
+    """Values that are taken together: max_model_len, max_num_seqs, page_size, kv_cache_mb or hbm_utilization."""
     max_model_len: Annotated[int | None, Field(ge=2, le=MOST_TOKENS)] = None
     """Most tokens of a prompt and its output together; null: as many as the model knows positions."""
     max_num_seqs: Annotated[int, Field(ge=1, le=MOST_SEATS)] = 16
@@ -84,8 +86,10 @@ class Generation(Section):
     """Most tokens of a step; a longer prompt is computed in chunks, beside the other requests."""
     page_size: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 16
     """Tokens in a page of keys and values."""
-    kv_cache_mb: Annotated[float, Field(gt=0)] = 256.0
-    """Megabytes of all pages together."""
+    kv_cache_mb: Annotated[float | None, Field(gt=0)] = None
+    """Megabytes of all pages together; null: 256 on a CPU, and on a GPU what hbm_utilization leaves."""
+    hbm_utilization: Annotated[float | None, Field(gt=0, le=1)] = None
+    """The share of a GPU's memory that weights, forwards and pages take together; null: 0.9, without kv_cache_mb."""
     enable_prefix_caching: bool = True
     """Whether requests of one tenant with equal beginnings share pages."""
     prefix_cache_capacity: Annotated[float, Field(ge=0, le=1)] = 0.3
@@ -105,20 +109,29 @@ class Generation(Section):
     runtime_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
     """Seconds that a job waits for the server: for the next bytes, and while it is away."""
 
+    attention: Literal["auto", "sdpa", "triton"] = "auto"
+    """Of decoding rows: sdpa over gathered pages, or a kernel in triton; auto: the kernel where it can run."""
+    cuda_graphs: bool = False
+    """On a GPU with the kernel, one launch for all kernels of a step in which every row decodes."""
+
     @model_validator(mode="before")
     @classmethod
     def _takes_profile(cls, fields: Any) -> Any:
         name = fields.get("profile") if isinstance(fields, Mapping) else None
         values = PROFILES.get(name, {}) if isinstance(name, str) else {}
+        if any(fields.get(each) is not None for each in _SIZES) and values:
+            values = {each: value for each, value in values.items() if each not in _SIZES}
         return {**values, **fields} if values else fields
 
     @model_validator(mode="after")
-    def _has_a_token_for_each(self) -> Generation:
+    def _fits_together(self) -> Generation:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens: found {self.max_num_batched_tokens}, expected at least max_num_seqs, "
                 f"{self.max_num_seqs}: each running request needs a token of the step"
             )
+        if None not in (self.kv_cache_mb, self.hbm_utilization):
+            raise ValueError("found kv_cache_mb and hbm_utilization, expected one of both")
         return self
 
     @model_validator(mode="after")

@@ -289,11 +289,12 @@ def _check_generate(spec: ModelSpec) -> None:
     for field, found, expected in (
         ("concurrency", spec.concurrency, "1: generate.max_num_seqs says how many jobs run at a time"),
         ("instances", spec.instances, "1"),
-        ("device", "auto" if spec.device == "cpu" else spec.device, "cpu or auto"),
         ("precision", "auto" if spec.precision in ("fp32", "bf16") else spec.precision, "auto, fp32 or bf16"),
     ):
         if found not in (1, "auto"):
             raise ValueError(f"{field}: found {found}, expected {expected} for format {GENERATE}")
+    if spec.device == "cpu" and spec.generate is not None and spec.generate.hbm_utilization is not None:
+        raise ValueError("generate.hbm_utilization: found one with device cpu, expected kv_cache_mb in its place")
 
 
 def _check_transformers(spec: ModelSpec) -> None:

@@ -271,7 +271,7 @@ def _own_python(scale: Scale, say: Progress) -> Row:
     sampler = _Spent(module.sample)
     shares = []
     original = module.sample
-    engine.decoder = _Forwarding(engine.decoder, inner)  # type: ignore[misc,assignment]
+    engine.forwards.decoder = _Forwarding(engine.decoder, inner)  # type: ignore[assignment]
     module.sample = sampler
     try:
         for _ in range(scale.rounds):

@@ -35,10 +35,12 @@ from penstock.workers.batching.calibrate import Calibration, calibrate
 from penstock.workers.compilation import TorchCompiler
 from penstock.workers.process.device import visible_gpus
 from penstock.workers.runtime.base import Prepared, Runtime
+from penstock.workers.runtime.device_peak import peak_used_bytes, total_bytes
 from penstock.workers.runtime.forms import Forward, Tunable
 from penstock.workers.runtime.open import open_runtime
-from penstock.workers.versions.device_memory import forward_probe, largest_example, peak_used_bytes, total_bytes
-from tests.benchmarks import mlp
+from penstock.workers.versions.device_memory import forward_probe, largest_example
+from tests.benchmarks import gpu_generation, mlp
+from tests.benchmarks.gpu_generation import ONE_BILLION, SMALL
 from tests.benchmarks.harness import Harness
 from tests.benchmarks.report import FAILED, Progress, Row, as_data, machine, markdown, median, verdict
 from tests.packages import write_package
@@ -60,6 +62,8 @@ _TIMED_FORWARDS: Final = 50
 _TIMED_ROUNDS: Final = 9
 _COMPARED_TEXTS: Final = 64
 _TIMEOUT_S: Final = 120.0
+_SHARES: Final = (0.5, 0.85)
+_GRAPH_ROWS: Final = (1, 8, 64)
 
 _HOLD_A_DEVICE: Final = """
 import os, pathlib, sys
@@ -252,6 +256,26 @@ def _precise(precision: Precision) -> Callable[[Progress], tuple[str, bool, dict
     return run
 
 
+def _generates(rows: int) -> Callable[[Progress], tuple[str, bool, dict[str, float]]]:
+    """Decoding of a model of random weights in bf16."""
+    return lambda say: gpu_generation.decoding(_DEVICE, ONE_BILLION, rows=rows)
+
+
+def _replays(say: Progress) -> tuple[str, bool, dict[str, float]]:
+    """One launch for all kernels of a step."""
+    return gpu_generation.graphs(_DEVICE, ONE_BILLION, rows=_GRAPH_ROWS)
+
+
+def _keeps_share(say: Progress) -> tuple[str, bool, dict[str, float]]:
+    """ES-012, ES-023."""
+    return gpu_generation.kept_share(_DEVICE, ONE_BILLION, _SHARES)
+
+
+def _writes_the_same(attention: str) -> Callable[[Progress], tuple[str, bool, dict[str, float]]]:
+    """With the kernel, and without it."""
+    return lambda say: gpu_generation.agreement(_DEVICE, SMALL, attention=attention)
+
+
 CHECKS: Final = (
     Check(
         f"calibrated batch, headroom {' / '.join(map(str, _HEADROOMS_PCT))} %: rows and peak of device memory",
@@ -267,6 +291,31 @@ CHECKS: Final = (
     Check("two workers never on one device", "each process sees its own, one more is refused", _one_worker_per_device),
     Check("MiniLM in bf16 against fp32", "accepted by the validator", _precise("bf16")),
     Check("MiniLM in fp16 against fp32", "accepted by the validator", _precise("fp16")),
+    Check(
+        "generation, 1.5 billion parameters in bf16, 64 rows of 512 tokens: tokens/s, share of the bandwidth of copies",
+        ">= 50 %",
+        _generates(64),
+    ),
+    Check(
+        "generation, the same, CUDA graphs against none at " + ", ".join(map(str, _GRAPH_ROWS)) + " rows: tokens/s",
+        ">= 1x each",
+        _replays,
+    ),
+    Check(
+        "generation, hbm_utilization " + " / ".join(f"{share:g}" for share in _SHARES) + ": memory in use",
+        "within 3 points",
+        _keeps_share,
+    ),
+    Check(
+        "generation in fp32, the kernel on the GPU against the CPU: greedy tokens",
+        "accepted by the validator",
+        _writes_the_same("triton"),
+    ),
+    Check(
+        "generation in fp32, SDPA over gathered pages on the GPU against the CPU: greedy tokens",
+        "accepted by the validator",
+        _writes_the_same("sdpa"),
+    ),
 )
 """In the order of the table."""
 

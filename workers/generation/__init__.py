@@ -11,11 +11,17 @@ request_queue    waiting requests by priority, age and arrival; pure
 pages            pages in use, free and idle; pure
 prefix_cache     pages by the tokens before and in them; pure
 forward_attempts the forwards of a step, smaller ones where one fails
+page_tables      pages that a group of rows reads; pure
 batch            a step's plan -> flat tensors
 model            a folder -> a decoder
 layer_rules      which keys a layer's queries see
 probe            a decoder is served right, or refused
 attention        the function that the models call
+paged_kernel     attention of decoding rows, in triton
+attention_choice the kernel, or gathered pages
+forwards         chunks of a step -> logits
+decode_graphs    steps in which every row decodes, as CUDA graphs
+pool_size        pages of the pool, by megabytes or a share of a GPU
 flat_positions   positions for models that ask their cache
 load_records     what earlier loads have measured and proven
 packing          linear layers with packed weights, where they are faster

@@ -2,7 +2,7 @@
 
     model(input_ids (1, T), position_ids (1, T)) -> each layer calls `paged_attention` with its queries, keys, values
         keys and values (T, KV, D) -> written to the layer's pages
-        each group of rows         -> its pages gathered, one call of SDPA
+        each group of rows         -> its pages gathered, one call of SDPA; or the kernel of `paged_kernel`
 
 The tables of a step come from a context variable, because the model's own code passes nothing through. Models are
 switched over by `set_attn_implementation(NAME)`; no mask is known under the name, so transformers builds none.
@@ -12,11 +12,11 @@ Importing this module imports torch and transformers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -24,17 +24,21 @@ from transformers import AttentionInterface
 
 from penstock.workers.generation.layer_rules import LayerRule
 
-__all__ = ["KeyValuePools", "NAME", "RowGroup", "StepContext", "in_step", "register"]
+__all__ = ["DecodeKernel", "KeyValuePools", "NAME", "RowGroup", "StepContext", "View", "in_step", "register"]
 
 NAME: Final = "penstock_paged"
 
 
-class _View(NamedTuple):
-    """numbers: (B * P,), of pages. bias: (B, 1, Q, L), or None where each query sees all L keys."""
+class View(NamedTuple):
+    """Pages of a group of rows, on the device. numbers: (B * P,). starts: (B,), the position of each row's first key.
+
+    length: of the keys that are read of each row. is_masked: whether any query does not see all of them.
+    """
 
     numbers: torch.Tensor
-    bias: torch.Tensor | None
+    starts: torch.Tensor
     length: int
+    is_masked: bool
 
 
 class KeyValuePools:
@@ -62,7 +66,9 @@ class KeyValuePools:
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zeros: a masked NaN in a page would spoil the request that has the page next."""
-        index = torch.tensor(pages)
+        if not self._layers:
+            return
+        index = torch.tensor(pages, device=next(iter(self._layers.values()))[0].device)
         # The pools were made in inference mode, and can be written in it only.
         with torch.inference_mode():
             for pair in self._layers.values():
@@ -75,61 +81,65 @@ class KeyValuePools:
 
 @dataclass(slots=True)
 class RowGroup:
-    """B rows with Q queries each, side by side in the flat batch from `start` on."""
+    """B rows with Q queries each, side by side in the flat batch from `start` on. Its tensors are on the device."""
 
     start: int
+    num_rows: int
     num_queries: int
-    first_positions: list[int]
-    """Of the first query of each row."""
-    pages: list[list[int]]
-    """Of each row, from its position 0 on, as far as its last query."""
-    _views: dict[LayerRule, _View] = field(default_factory=dict)
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.pages)
+    first_positions: torch.Tensor
+    """(B,): of the first query of each row."""
+    is_whole_prompt: bool
+    """Whether it is one row from position 0 on, so that all keys of its queries are in this batch."""
+    views: Mapping[LayerRule, View]
+    """The pages that the queries see under each rule of the model."""
+    _biases: dict[LayerRule, torch.Tensor] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
         return self.num_rows * self.num_queries
 
-    def is_whole_prompt(self, rule: LayerRule) -> bool:
+    def is_causal_alone(self, rule: LayerRule) -> bool:
         """Whether all visible keys are in this batch, and causality alone hides any."""
-        return (
-            self.num_rows == 1
-            and self.num_queries > 1
-            and self.first_positions[0] == 0
-            and (rule.reach is None or self.num_queries <= rule.reach)
-        )
+        return self.is_whole_prompt and (rule.reach is None or self.num_queries <= rule.reach)
 
-    def view(self, rule: LayerRule, page_size: int, dtype: torch.dtype) -> _View:
-        """The pages that queries of each row see, and what they may see of them. Made once for each rule in a step."""
-        if rule not in self._views:
-            self._views[rule] = self._build_view(rule, page_size, dtype)
-        return self._views[rule]
+    def bias(self, rule: LayerRule, dtype: torch.dtype) -> torch.Tensor | None:
+        """(B, 1, Q, L): minus infinity where a query does not see a key; None where each sees all.
 
-    def _build_view(self, rule: LayerRule, page_size: int, dtype: torch.dtype) -> _View:
-        first_pages = [rule.first_visible(position) // page_size for position in self.first_positions]
-        tables = [pages[first:] for pages, first in zip(self.pages, first_pages, strict=True)]
-        width = max(map(len, tables))
-        numbers = torch.tensor([table + [0] * (width - len(table)) for table in tables]).flatten()
-        # All rows at one length that fills its pages is rare, so the last positions are cut where no row has them.
-        starts = [first * page_size for first in first_pages]
-        length = max(
-            position + self.num_queries - start for position, start in zip(self.first_positions, starts, strict=True)
-        )
-        keys = torch.tensor(starts)[:, None] + torch.arange(length)
-        queries = torch.tensor(self.first_positions)[:, None] + torch.arange(self.num_queries)
-        keys, queries = keys[:, None, :], queries[:, :, None]
+        Made once for each rule in a step, on the device and without a look at a value.
+        """
+        if not self.views[rule].is_masked:
+            return None
+        if rule not in self._biases:
+            self._biases[rule] = self._build_bias(rule, dtype)
+        return self._biases[rule]
+
+    def _build_bias(self, rule: LayerRule, dtype: torch.dtype) -> torch.Tensor:
+        view, device = self.views[rule], self.first_positions.device
+        keys = (view.starts[:, None] + torch.arange(view.length, device=device))[:, None, :]
+        queries = (self.first_positions[:, None] + torch.arange(self.num_queries, device=device))[:, :, None]
         visible = keys <= queries
         if rule.window is not None:
             visible &= keys > queries - rule.window
         if rule.chunk is not None:
             visible &= keys // rule.chunk == queries // rule.chunk
-        if bool(visible.all()):
-            return _View(numbers, None, length)
-        bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
-        return _View(numbers, bias[:, None], length)
+        bias = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
+        return bias[:, None]
+
+
+class DecodeKernel(Protocol):
+    """Attention of the rows of a group with one query each: (B, H, D) -> (B, H, Dv)."""
+
+    def __call__(
+        self,
+        group: RowGroup,
+        rule: LayerRule,
+        queries: torch.Tensor,
+        pools: tuple[torch.Tensor, torch.Tensor],
+        scale: float,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        /,
+    ) -> torch.Tensor: ...
 
 
 @dataclass(slots=True)
@@ -140,6 +150,8 @@ class StepContext:
     rules: Sequence[LayerRule]
     slots: torch.Tensor
     groups: Sequence[RowGroup]
+    kernel: DecodeKernel | None = None
+    """For groups of one query each; None: their pages are gathered."""
     calls: list[int] = field(default_factory=list)
 
 
@@ -187,8 +199,10 @@ def paged_attention(
     parts = []
     for group in context.groups:
         span = slice(group.start, group.start + group.num_tokens)
-        if extras is None and group.is_whole_prompt(rule):
+        if extras is None and group.is_causal_alone(rule):
             parts.append(_causal(queries[span], keys[span], values[span], scale))
+        elif context.kernel is not None and group.num_queries == 1:
+            parts.append(context.kernel(group, rule, queries[span], pools, scale, softcap, s_aux))
         else:
             parts.append(_gathered(group, rule, queries[span], pools, scale, extras))
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
@@ -221,8 +235,9 @@ def _gathered(
 ) -> torch.Tensor:
     """(B * Q, H, D) -> (B * Q, H, Dv). Queries that share a head of the keys lie side by side: nothing is repeated."""
     rows, number, heads = group.num_rows, group.num_queries, queries.shape[1]
-    numbers, bias, length = group.view(rule, pools[0].shape[1], queries.dtype)
-    keys, values = (_pages(pool, numbers, rows, length) for pool in pools)
+    view, bias = group.views[rule], group.bias(rule, queries.dtype)
+    length = view.length
+    keys, values = (_pages(pool, view.numbers, rows, length) for pool in pools)
     shared = keys.shape[1]
     per_key = heads // shared
     packed = queries.reshape(rows, number, shared, per_key, -1).permute(0, 2, 3, 1, 4)

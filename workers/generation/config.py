@@ -6,6 +6,7 @@ keywords of Engine.from_pretrained -> Config -> checked before a model is loaded
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -13,11 +14,14 @@ from typing import Any, Final, Literal
 
 from penstock.registry.errors import ConfigurationError, described, shown
 
-__all__ = ["CacheConfig", "Config", "Precision", "SchedulerConfig"]
+__all__ = ["AttentionChoice", "CacheConfig", "Config", "Precision", "SchedulerConfig"]
 
 Precision = Literal["fp32", "bf16"]
+AttentionChoice = Literal["auto", "sdpa", "triton"]
+_ATTENTION: Final = ("auto", "sdpa", "triton")
 _PRECISIONS: Final = ("fp32", "bf16")
 _PACKING: Final = ("auto", "on", "off")
+_DEVICE: Final = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +30,10 @@ class CacheConfig:
 
     page_size: int = 16
     """Tokens in a page."""
-    kv_cache_mb: float = 256.0
-    """Megabytes (10**6 bytes) of all pages together."""
+    kv_cache_mb: float | None = None
+    """Megabytes (10**6 bytes) of all pages together. None: 256 on a CPU, and on a GPU what `hbm_utilization` leaves."""
+    hbm_utilization: float | None = None
+    """The share of a GPU's memory that weights, forwards and pages take together. None: 0.9, without `kv_cache_mb`."""
     enable_prefix_caching: bool = True
     """Requests with equal beginnings share pages."""
     prefix_cache_capacity: float = 0.3
@@ -35,8 +41,15 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         _at_least("page_size", self.page_size, 1)
-        if not _is_number(self.kv_cache_mb) or self.kv_cache_mb <= 0:
-            raise ConfigurationError(f"kv_cache_mb: found {described(self.kv_cache_mb)}, expected a number above 0")
+        megabytes, share = self.kv_cache_mb, self.hbm_utilization
+        if megabytes is not None and (not _is_number(megabytes) or megabytes <= 0):
+            raise ConfigurationError(f"kv_cache_mb: found {described(megabytes)}, expected a number above 0")
+        if share is not None and (not _is_number(share) or not 0 < share <= 1):
+            raise ConfigurationError(
+                f"hbm_utilization: found {described(share)}, expected a number above 0 and at most 1"
+            )
+        if megabytes is not None and share is not None:
+            raise ConfigurationError("Found kv_cache_mb and hbm_utilization, expected one of both")
         _check_bool("enable_prefix_caching", self.enable_prefix_caching)
         if not _is_number(self.prefix_cache_capacity) or not 0 <= self.prefix_cache_capacity <= 1:
             found = described(self.prefix_cache_capacity)
@@ -80,6 +93,12 @@ class Config:
     max_model_len: int | None = None
     """Most tokens of a prompt and its output. None: as many as the model knows positions."""
     precision: Precision = "fp32"
+    device: str = "cpu"
+    """cpu, cuda or cuda:N."""
+    attention: AttentionChoice = "auto"
+    """Of decoding rows: sdpa over gathered pages, or the kernel in triton; auto: the kernel where it can run."""
+    cuda_graphs: bool = False
+    """On a GPU with the kernel, one launch for all kernels of a step in which every row decodes."""
     packed_linears: Literal["auto", "on", "off"] = "auto"
     """Weights in oneDNN's layout: auto measures at load and keeps what is faster."""
     cache_dir: str | Path | None = None
@@ -90,9 +109,16 @@ class Config:
             _at_least("max_model_len", self.max_model_len, 2)
         if self.cache_dir is not None and not isinstance(self.cache_dir, str | Path):
             raise ConfigurationError(f"cache_dir: found {described(self.cache_dir)}, expected the path of a folder")
+        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
+            raise ConfigurationError(f"device: found {described(self.device)}, expected cpu, cuda or cuda:N")
+        if self.device == "cpu" and self.cache.hbm_utilization is not None:
+            found = described(self.cache.hbm_utilization)
+            raise ConfigurationError(f"hbm_utilization: found {found} on a CPU, expected kv_cache_mb in its place")
+        _check_bool("cuda_graphs", self.cuda_graphs)
         for name, value, expected in (
             ("precision", self.precision, _PRECISIONS),
             ("packed_linears", self.packed_linears, _PACKING),
+            ("attention", self.attention, _ATTENTION),
         ):
             if value not in expected:
                 raise ConfigurationError(f"{name}: found {described(value)}, expected one of: {', '.join(expected)}")

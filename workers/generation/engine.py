@@ -22,22 +22,25 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from penstock.registry.chat_messages import Message
 from penstock.registry.errors import ConfigurationError, InvalidInput, described, shown
 from penstock.registry.queues import Priority, PriorityName
 from penstock.registry.sampling_params import SamplingParams
-from penstock.workers.generation.attention import KeyValuePools
+from penstock.workers.generation.attention_choice import choose_kernel
 from penstock.workers.generation.backend import Delivered
-from penstock.workers.generation.batch import flat_batch
 from penstock.workers.generation.chat import ChatPrompt, chat_output, parser_of
 from penstock.workers.generation.config import Config
 from penstock.workers.generation.engine_counts import EngineCounts
 from penstock.workers.generation.forward_attempts import Attempted, ForwardAttempts
+from penstock.workers.generation.forwards import Forwards
 from penstock.workers.generation.load_records import LoadRecords
 from penstock.workers.generation.model import Decoder, load_decoder, wrap_decoder
 from penstock.workers.generation.outputs import ChatOutput, EngineStats, FinishReason, RequestOutput
 from penstock.workers.generation.packing import Packing
 from penstock.workers.generation.pages import PagePool
+from penstock.workers.generation.pool_size import pool_pages
 from penstock.workers.generation.prefix_cache import PrefixCache
 from penstock.workers.generation.probe import probe
 from penstock.workers.generation.prompts import Prompt, PromptReader
@@ -50,6 +53,7 @@ from penstock.workers.generation.text import TextStream
 from penstock.workers.generation.text_group import add_siblings, has_news, is_finished, members, output
 from penstock.workers.generation.token_rules import token_rules
 from penstock.workers.generation.verification import sampled_tokens
+from penstock.workers.runtime.torch_device import TorchDevice
 
 __all__ = ["Engine"]
 
@@ -69,19 +73,15 @@ class Engine:
         self._structures: Final = StructureCompiler(decoder.tokenizer, decoder.vocab_size, decoder.eos_token_ids)
         records = LoadRecords(config.cache_dir)
         self.packing: Final = Packing(decoder.model, config.packed_linears, records)
+        decoder.kernel = choose_kernel(config.attention, decoder.device)
         page_nbytes = probe(decoder, cache.page_size, records, config.packed_linears)
-        num_pages = int(cache.kv_cache_mb * 1e6 / page_nbytes)
-        if num_pages < 2:
-            raise ConfigurationError(
-                f"kv_cache_mb: found {cache.kv_cache_mb:g}, expected at least {2 * page_nbytes / 1e6:.3f}: two pages "
-                f"of {cache.page_size} tokens"
-            )
+        num_pages = pool_pages(decoder, config, page_nbytes)
         prefixes = None
         if cache.enable_prefix_caching:
             prefixes = PrefixCache(cache.page_size, int(cache.prefix_cache_capacity * (num_pages - 1)))
         self.pages: Final = PagePool(num_pages, cache.page_size, prefixes)
         self.scheduler: Final = Scheduler(config.scheduler, self.pages)
-        self._pools: Final = KeyValuePools(num_pages, cache.page_size)
+        self.forwards: Final = Forwards(decoder, num_pages, cache.page_size, page_nbytes, has_graphs=config.cuda_graphs)
         self._requests: dict[str, GenerationRequest] = {}
         self._open: dict[str, GenerationRequest] = {}
         """The first text of each request that has not ended."""
@@ -102,16 +102,16 @@ class Engine:
         for an unknown option, and for a model that is not served.
         """
         config = _config(config, options)
-        return cls(load_decoder(path, config.precision, config.max_model_len), config)
+        return cls(load_decoder(path, config.precision, config.max_model_len, _device(config)), config)
 
     @classmethod
     def from_model(cls, model: Any, tokenizer: Any = None, config: Config | None = None, **options: Any) -> Engine:
-        """A loaded model of transformers, which is the engine's from here on. Its own dtype is used.
+        """A loaded model of transformers, which is the engine's from here on: it moves to the device in its own dtype.
 
         Without a tokenizer, prompts are token ids and answers have no text.
         """
         config = _config(config, options)
-        return cls(wrap_decoder(model, tokenizer, config.max_model_len), config)
+        return cls(wrap_decoder(model, tokenizer, config.max_model_len, _device(config)), config)
 
     def generate(
         self,
@@ -281,7 +281,7 @@ class Engine:
             self._end_late()
             plan = self.scheduler.plan(self._guesses())
             if dirty := self.scheduler.take_unverified_pages():
-                self._pools.clear(dirty)
+                self.forwards.clear(dirty)
             if not plan.chunks:
                 return
             self.packing.pack_next()
@@ -296,9 +296,9 @@ class Engine:
                 self._fail(chunk, error)
 
     def _forward(self, chunks: Sequence[Chunk]) -> dict[str, list[Sampled]]:
-        batch = flat_batch(chunks, self.pages.page_size)
-        logits, _ = self.decoder.forward(batch, self._pools)
-        return sampled_tokens(logits, batch.sampling, self._requests)
+        with self.decoder.device.inference():
+            logits, sampling = self.forwards.logits(chunks)
+            return sampled_tokens(logits, sampling, self._requests)
 
     def _record(self, attempted: Attempted) -> None:
         found = attempted.found
@@ -446,6 +446,10 @@ def _config(config: Config | None, options: Mapping[str, Any]) -> Config:
     if config is not None and options:
         raise ConfigurationError(f"Found a config and {', '.join(options)}, expected one of both")
     return Config.from_options(options) if config is None else config
+
+
+def _device(config: Config) -> TorchDevice:
+    return TorchDevice(config.device, torch.get_num_threads())
 
 
 def _params(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:

@@ -20,7 +20,7 @@ class FlatPositions:
 
     def __init__(self, position_ids: torch.Tensor) -> None:
         """position_ids: (1, T)."""
-        self._offsets = position_ids[0] - torch.arange(position_ids.shape[1])
+        self._offsets = position_ids[0] - torch.arange(position_ids.shape[1], device=position_ids.device)
 
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
         """(T,): position of each token, without its place in the batch."""

@@ -26,11 +26,11 @@ def change_logits(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     _bias(logits, rows)
     for at, row in enumerate(rows):
         if row.forbidden is not None:
-            logits[at].masked_fill_(row.forbidden, _NEVER)
+            logits[at].masked_fill_(row.forbidden.to(logits.device), _NEVER)
     barred = [(at, token) for at, row in enumerate(rows) for token in row.barred]
     if barred:
-        places, tokens = zip(*barred, strict=True)
-        logits[torch.tensor(places), torch.tensor(tokens)] = _NEVER
+        at, column = torch.tensor(barred, device=logits.device).T
+        logits[at, column] = _NEVER
 
 
 def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
@@ -38,19 +38,17 @@ def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     asked = [(at, row.params, row.history) for at, row in enumerate(rows) if row.history is not None]
     if not asked:
         return
-    sizes = torch.tensor([len(history.tokens) for _, _, history in asked])
-    tokens = torch.from_numpy(np.concatenate([history.tokens for _, _, history in asked]))
-    counts = torch.from_numpy(np.concatenate([history.counts for _, _, history in asked]))
-    places = torch.tensor([at for at, _, _ in asked]).repeat_interleave(sizes)
-    repetition, frequency, presence = (
-        torch.tensor(each, dtype=logits.dtype).repeat_interleave(sizes)
-        for each in zip(
-            *((p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for _, p, _ in asked), strict=True
-        )
-    )
-    values = logits[places, tokens]
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    logits[places, tokens] = values - frequency * counts - presence * (counts > 0)
+    sizes = [len(history.tokens) for _, _, history in asked]
+    settings = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for _, p, _ in asked]
+    counts = np.concatenate([history.counts for _, _, history in asked])
+    values = np.concatenate((np.repeat(np.array(settings, np.float32), sizes, 0).T, counts[None]))
+    tokens = np.concatenate([history.tokens for _, _, history in asked])
+    places = np.stack((np.repeat([at for at, _, _ in asked], sizes), tokens))
+    at, column = torch.from_numpy(places).to(logits.device)
+    repetition, frequency, presence, times = torch.from_numpy(values).to(logits.device, logits.dtype)
+    found = logits[at, column]
+    found = torch.where(found > 0, found / repetition, found * repetition)
+    logits[at, column] = found - frequency * times - presence * (times > 0)
 
 
 def _bias(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
@@ -61,5 +59,6 @@ def _bias(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
         for token, bias in row.params.logit_bias.items()
     ]
     if biased:
-        places, tokens, biases = zip(*biased, strict=True)
-        logits[torch.tensor(places), torch.tensor(tokens)] += torch.tensor(biases, dtype=logits.dtype)
+        # Numbers of rows and tokens are whole in double precision.
+        at, column, bias = torch.tensor(biased, dtype=torch.float64, device=logits.device).T
+        logits[at.long(), column.long()] += bias.to(logits.dtype)

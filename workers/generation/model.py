@@ -10,6 +10,7 @@ Importing this module imports torch and transformers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from penstock.registry.errors import ConfigurationError, shown
 from penstock.workers.generation import attention
-from penstock.workers.generation.attention import KeyValuePools, StepContext, in_step
-from penstock.workers.generation.batch import FlatBatch
+from penstock.workers.generation.attention import DecodeKernel, KeyValuePools, StepContext, in_step
+from penstock.workers.generation.batch import MOST_GROUPS, FlatBatch, flat_batch
 from penstock.workers.generation.config import Precision
 from penstock.workers.generation.flat_positions import FlatPositions
 from penstock.workers.generation.layer_rules import LayerRule, layer_rules
+from penstock.workers.generation.scheduler import Chunk
+from penstock.workers.runtime.torch_device import TorchDevice
 
 __all__ = ["Decoder", "check_positions", "load_decoder", "wrap_decoder"]
 
@@ -44,6 +47,9 @@ class Decoder:
     vocab_size: int
     eos_token_ids: frozenset[int]
     asks_cache_for_positions: bool
+    device: TorchDevice
+    kernel: DecodeKernel | None = None
+    """Of decoding rows; None: their pages are gathered."""
     folder: Path | None = None
     """Where it was loaded from; None: the caller had the model."""
 
@@ -52,9 +58,15 @@ class Decoder:
         """The architecture, for messages."""
         return type(self.model).__name__
 
+    def batch(self, chunks: Sequence[Chunk], page_size: int, least_width: int = 0) -> FlatBatch:
+        """The tensors of a step's plan, on the model's device. least_width: of page tables."""
+        # The kernel reads as many keys of each row as it has: nothing is filled up, and one call does for all rows.
+        groups = MOST_GROUPS if self.kernel is None else 1
+        return flat_batch(chunks, page_size, dict.fromkeys(self.rules), self.device, groups, least_width)
+
     def forward(self, batch: FlatBatch, pools: KeyValuePools) -> tuple[torch.Tensor, list[int]]:
         """Returns (logits (S, V) in fp32, layers that called the attention)."""
-        context = StepContext(pools, self.rules, batch.slots, batch.groups)
+        context = StepContext(pools, self.rules, batch.slots, batch.groups, self.kernel)
         cache = FlatPositions(batch.position_ids) if self.asks_cache_for_positions else None
         with torch.inference_mode(), in_step(context):
             output = self.model(
@@ -67,8 +79,13 @@ class Decoder:
         return output.logits[0].float(), context.calls
 
 
-def load_decoder(folder: str | Path, precision: Precision, max_model_len: int | None) -> Decoder:
-    """Loads from files only. Raises ConfigurationError for a folder or an architecture that is not served."""
+def load_decoder(
+    folder: str | Path, precision: Precision, max_model_len: int | None, device: TorchDevice | None = None
+) -> Decoder:
+    """Loads from files only. Raises ConfigurationError for a folder or an architecture that is not served.
+
+    device: None is the CPU.
+    """
     path = Path(folder)
     if not (path / "config.json").is_file():
         raise ConfigurationError(f"Found no config.json in {shown(path.name)}, expected a folder of transformers")
@@ -83,26 +100,27 @@ def load_decoder(folder: str | Path, precision: Precision, max_model_len: int | 
     tokenizer = None
     if any((path / name).is_file() for name in _TOKENIZER_FILES):
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    decoder = wrap_decoder(model, tokenizer, max_model_len)
+    decoder = wrap_decoder(model, tokenizer, max_model_len, device)
     decoder.folder = path.resolve()
     return decoder
 
 
-def wrap_decoder(model: Any, tokenizer: Any, max_model_len: int | None) -> Decoder:
-    """A loaded model. It is the engine's from here on: its attention is switched over.
+def wrap_decoder(model: Any, tokenizer: Any, max_model_len: int | None, device: TorchDevice | None = None) -> Decoder:
+    """A loaded model. It is the engine's from here on: it moves to the device, and its attention is switched over.
 
-    Raises ConfigurationError for kinds of layers or positions that are not served.
+    device: None is the CPU. Raises ConfigurationError for kinds of layers or positions that are not served.
     """
     config = model.config.get_text_config()
     longest = check_positions(config, max_model_len)
     rules = layer_rules(config)
     attention.register()
-    model.eval()
+    device = TorchDevice("cpu", torch.get_num_threads()) if device is None else device
+    model = device.place(model, type(model).__name__)
     with suppress(ValueError):
         # It refuses models that choose their attention by class; the probe then finds that no layer calls ours.
         model.set_attn_implementation(attention.NAME)
     asks = bool(getattr(config, "attn_temperature_tuning", False))
-    return Decoder(model, tokenizer, rules, longest, int(config.vocab_size), _eos_token_ids(model), asks)
+    return Decoder(model, tokenizer, rules, longest, int(config.vocab_size), _eos_token_ids(model), asks, device)
 
 
 def check_positions(config: Any, max_model_len: int | None) -> int:

@@ -8,12 +8,11 @@ Importing this module imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 import torch
 
-__all__ = ["gumbel", "hash64"]
+__all__ = ["gumbel", "hash64", "row_key"]
 
 _STEP: Final = 0x9E3779B97F4A7C15
 _FIRST: Final = 0xBF58476D1CE4E5B9
@@ -26,10 +25,14 @@ def hash64(seed: int, position: int, token: int) -> int:
     return _mixed(_base(seed, position) + token * _STEP)
 
 
-def gumbel(seeds: Sequence[int], positions: Sequence[int], tokens: torch.Tensor) -> torch.Tensor:
-    """seeds, positions: of each of S rows. tokens: (S, K) int64. Returns (S, K) float64."""
-    bases = [_signed(_base(seed, at)) for seed, at in zip(seeds, positions, strict=True)]
-    bits = torch.tensor(bases)[:, None] + tokens * _signed(_STEP)
+def row_key(seed: int, position: int) -> int:
+    """What the noise of a row depends on beside the token, as torch has 64 bits."""
+    return _signed(_base(seed, position))
+
+
+def gumbel(keys: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """keys: (S,) int64, the `row_key` of each row. tokens: (S, K) int64, on the same device. Returns (S, K) float64."""
+    bits = keys[:, None] + tokens * _signed(_STEP)
     bits = (bits ^ _shifted(bits, 30)) * _signed(_FIRST)
     bits = (bits ^ _shifted(bits, 27)) * _signed(_SECOND)
     bits = bits ^ _shifted(bits, 31)

@@ -20,7 +20,6 @@ import torch
 from penstock.registry.errors import ConfigurationError
 from penstock.workers.generation import attention
 from penstock.workers.generation.attention import KeyValuePools
-from penstock.workers.generation.batch import flat_batch
 from penstock.workers.generation.load_records import LoadRecords, files_of, machine
 from penstock.workers.generation.model import Decoder
 from penstock.workers.generation.scheduler import Chunk, Sequence
@@ -59,7 +58,7 @@ def _facts(decoder: Decoder, page_size: int, packing: str) -> dict[str, Any] | N
         return None
     model = {"files": files_of(decoder.folder), "dtype": str(decoder.model.dtype), "device": str(decoder.model.device)}
     own = {"folder": str(decoder.folder), "positions": decoder.max_positions, "page": page_size, "packing": packing}
-    return {**machine(), **model, **own}
+    return {**machine(), **model, **own, "has_kernel": decoder.kernel is not None}
 
 
 def _proven(decoder: Decoder, page_size: int) -> int:
@@ -86,15 +85,15 @@ def _probe(decoder: Decoder, page_size: int) -> int:
     found = []
     for step, end in enumerate(ends):
         chunks = (_next(own, tokens[:end]), _next(other, tokens[: min(length, _NEIGHBOUR + step)]))
-        logits, calls = decoder.forward(batch := flat_batch(chunks, page_size), pools)
+        logits, calls = decoder.forward(batch := decoder.batch(chunks, page_size), pools)
         _check_calls(decoder, calls)
         if logits.shape[0] != len(batch.sampling):
             raise ConfigurationError(f"{decoder.name} is not served: its logits are of other tokens")
         found.append(logits[[chunk.sequence is own for chunk in batch.sampling].index(True)])
         for chunk in chunks:
             chunk.sequence.num_computed = chunk.start + chunk.num_tokens
-    expected = _eager_logits(decoder, tokens)[[end - 1 for end in ends]]
-    _check_logits(decoder, torch.stack(found), expected)
+    expected = _eager_logits(decoder, tokens)
+    _check_logits(decoder, torch.stack(found), torch.stack([expected[end - 1] for end in ends]))
     return pools.page_nbytes
 
 
@@ -114,7 +113,8 @@ def _eager_logits(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
     decoder.model.set_attn_implementation("eager")
     try:
         with torch.inference_mode():
-            logits: torch.Tensor = decoder.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
+            ids = torch.tensor([tokens], device=decoder.device.device)
+            logits: torch.Tensor = decoder.model(input_ids=ids, use_cache=False).logits[0].float()
             return logits
     finally:
         decoder.model.set_attn_implementation(attention.NAME)

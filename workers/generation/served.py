@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -87,6 +87,7 @@ class GenerateRuntime(PackageRuntime):
         super().__init__(package, options)
         self._cache_dir: Final = cache_dir
         self._backend: Backend | None = None
+        self._free_memory: Callable[[], None] = lambda: None
 
     def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
         """One job."""
@@ -158,14 +159,14 @@ class GenerateRuntime(PackageRuntime):
             except ConfigurationError as error:
                 raise ConfigurationError(f"{self.spec.reference}: {error}") from None
             return 0
-        return self._build_engine(threads)
+        return self._build_engine(device, threads)
 
     def _warm_up(self) -> None:
         # A server that is away is no reason against a version: its jobs wait for it.
         if not isinstance(self._backend, ServerBackend):
             super()._warm_up()
 
-    def _build_engine(self, threads: int) -> int:
+    def _build_engine(self, device: str, threads: int) -> int:
         import torch
 
         from penstock.workers.generation.config import Config
@@ -178,23 +179,28 @@ class GenerateRuntime(PackageRuntime):
         precision = _PRECISIONS.get(self.precision)
         if precision is None:
             raise ConfigurationError(f"{spec.reference}: precision: found {self.precision}, expected fp32 or bf16")
-        options = {**spec.generate.engine_options(), "precision": precision, "cache_dir": self._cache_dir}
+        placed = {"precision": precision, "device": device, "cache_dir": self._cache_dir}
+        options = {**spec.generate.engine_options(), **placed}
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
             engine = Engine.from_pretrained(self._package.source_folder(), Config.from_options(options))
         except ConfigurationError as error:
-            raise ConfigurationError(f"{spec.reference}: {error}") from None
+            raise type(error)(f"{spec.reference}: {error}") from None
         finally:
             torch.set_num_threads(before)
         self._backend = EngineRunner(engine, lambda: torch.set_num_threads(threads))
+        self._free_memory = engine.decoder.device.release_memory
         weights = sum(one.numel() * one.element_size() for one in engine.decoder.model.parameters())
-        return int(weights + spec.generate.kv_cache_mb * 1e6)
+        return int(weights + engine.forwards.pools_nbytes)
 
     def _release(self) -> None:
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.stop()
+            # Its tensors must be gone before their memory can be given back.
+            del backend
+            self._free_memory()
 
     def _example(self, rows: int, length: int) -> dict[str, Array]:
         """See example_inputs: it has no free dimension."""

@@ -43,7 +43,8 @@ def sampled_tokens(
             sampling.append(chunk)
     if not rows:
         return {}
-    found = iter(sample(logits if len(places) == len(logits) else logits[places], rows))
+    wanted = logits if len(places) == len(logits) else logits[torch.tensor(places, device=logits.device)]
+    found = iter(sample(wanted, rows))
     return {
         chunk.sequence.request_id: _verified(
             requests[chunk.sequence.request_id], chunk.drafts, [next(found) for _ in range(1 + len(chunk.drafts))]

@@ -1,33 +1,23 @@
 """The GPU memory that forwards need: the probe of workers/batching/calibrate.py. A reading imports torch.
 
-the largest rows of a batch -> forward -> peak of the memory that torch reserved + other memory in use on the device
+the largest rows of a batch -> forward -> peak of the memory in use on the device
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.registry.tensors import STRING, Array
 from penstock.workers.batching.calibrate import MemoryReading
 from penstock.workers.runtime.base import Runtime
+from penstock.workers.runtime.device_peak import peak_used_bytes
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["forward_probe", "largest_example", "peak_used_bytes", "total_bytes"]
+__all__ = ["forward_probe", "largest_example"]
 
 _SPECIAL_TOKENS = 2
 """Tokens that a tokenizer adds around a text."""
-
-
-def total_bytes(device: str) -> int:
-    """The whole memory of `cuda[:n]`."""
-    import torch
-
-    return int(torch.cuda.mem_get_info(torch.device(device))[1])
 
 
 def forward_probe(runtime: Runtime, device: str, concurrency: int = 1) -> Callable[[int], MemoryReading]:
@@ -59,33 +49,3 @@ def largest_example(runtime: Runtime, rows: int) -> dict[str, Array]:
         texts = {tensor.name for tensor in spec.inputs if tensor.dtype == STRING}
         example |= {name: np.full(values.shape, text, object) for name, values in example.items() if name in texts}
     return example
-
-
-def peak_used_bytes(device: str, forward: Callable[[], object], concurrency: int = 1) -> int | None:
-    """The peak of the memory in use on the device while `concurrency` forwards run; None: they did not fit.
-
-    Includes the memory of CUDA's context, of libraries and of other processes.
-    """
-    import torch
-
-    where = torch.device(device)
-    torch.cuda.synchronize(where)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(where)
-    before = torch.cuda.memory_reserved(where)
-    try:
-        forward()
-        torch.cuda.synchronize(where)
-    except (MemoryError, torch.OutOfMemoryError):
-        return None
-    finally:
-        peak = torch.cuda.max_memory_reserved(where)
-        torch.cuda.empty_cache()
-    return _used_beside_torch(where) + before + (peak - before) * concurrency
-
-
-def _used_beside_torch(where: torch.device) -> int:
-    import torch
-
-    free, total = torch.cuda.mem_get_info(where)
-    return int(total) - int(free) - torch.cuda.memory_reserved(where)

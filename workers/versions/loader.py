@@ -17,8 +17,9 @@ from typing import Final, NamedTuple
 from penstock.registry.errors import ConfigurationError
 from penstock.workers.batching.calibrate import calibrate
 from penstock.workers.runtime.base import Runtime
+from penstock.workers.runtime.device_peak import total_bytes
 from penstock.workers.runtime.tracebacks import message_of, name_of, placed, trace_of
-from penstock.workers.versions.device_memory import forward_probe, total_bytes
+from penstock.workers.versions.device_memory import forward_probe
 from penstock.workers.versions.version import ServedVersion, VersionState
 
 __all__ = ["Loaded", "Loader"]

@@ -40,6 +40,24 @@ def test_profile_gives_values_that_the_package_has_not(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("section", "megabytes", "share"),
+    [
+        ({}, None, None),
+        ({"profile": "gpu"}, None, 0.85),
+        ({"profile": "gpu", "kv_cache_mb": 64}, 64, None),
+        ({"profile": "memory_constrained"}, 64, None),
+        ({"profile": "memory_constrained", "hbm_utilization": 0.7}, None, 0.7),
+    ],
+)
+def test_pages_are_sized_in_one_way(tmp_path: Path, section: dict[str, Any], megabytes: Any, share: Any):
+    """The package's own replaces that of its profile, also where it is of the other kind."""
+    found = load_package(written(tmp_path, device="cuda", generate=section)).spec.generate
+    assert found is not None
+    assert (found.kv_cache_mb, found.hbm_utilization) == (megabytes, share)
+    assert found.engine_options()["attention"] == "auto"
+
+
+@pytest.mark.parametrize(
     ("fields", "expected"),
     [
         ({"generate": {"page_sise": 16}}, "generate.page_sise: unknown field, expected page_size"),
@@ -75,7 +93,12 @@ def test_profile_gives_values_that_the_package_has_not(tmp_path: Path):
         ({"generate": {"runtime_url": "http://me:pass@a"}}, "found a URL with a user, a query or a fragment"),
         ({"instances": 2}, "instances: found 2, expected 1 for format generate"),
         ({"concurrency": 2}, "concurrency: found 2, expected 1: generate.max_num_seqs"),
-        ({"device": "cuda"}, "device: found cuda, expected cpu or auto"),
+        ({"generate": {"hbm_utilization": 1.1}}, "generate.hbm_utilization: found 1.1, expected"),
+        (
+            {"generate": {"hbm_utilization": 0.9, "kv_cache_mb": 4}},
+            "found kv_cache_mb and hbm_utilization, expected one",
+        ),
+        ({"device": "cpu", "generate": {"profile": "gpu"}}, "generate.hbm_utilization: found one with device cpu"),
         ({"precision": "fp16"}, "precision: found fp16, expected auto, fp32 or bf16"),
         ({"entrypoint": "model:build"}, "entrypoint: found one, expected none for format generate"),
         ({"outputs": [{"name": "y", "dtype": "int64", "shape": ["batch"]}]}, "outputs: found some, expected none"),

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from penstock.registry.sampling_params import SamplingParams
-from penstock.workers.generation.noise import gumbel, hash64
+from penstock.workers.generation.noise import gumbel, hash64, row_key
 from penstock.workers.generation.sampler import sample
 from penstock.workers.generation.sampling_row import SamplingRow
 from tests.workers.generation.architectures import decoder
@@ -103,7 +103,8 @@ def test_noise_is_the_hash_of_seed_position_and_token():
     """The tensor operations compute what plain integers do."""
     seeds, positions = [0, 1, 2**64 - 1, 2**63], [0, 7, 100_000, 3]
     tokens = torch.tensor([[0, 1, 31_999], [5, 6, 7], [127_999, 2, 3], [9, 8, 7]])
-    found = gumbel(seeds, positions, tokens)
+    keys = torch.tensor([row_key(seed, position) for seed, position in zip(seeds, positions, strict=True)])
+    found = gumbel(keys, tokens)
     for row in range(4):
         for column in range(3):
             bits = hash64(seeds[row], positions[row], int(tokens[row, column]))

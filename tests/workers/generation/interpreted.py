@@ -1,0 +1,170 @@
+"""A program: our kernel in triton's interpreter, against the attention over gathered pages. Prints its errors as JSON.
+
+TRITON_INTERPRET=1 python -m tests.workers.generation.interpreted
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from penstock.workers.generation.attention import (
+    DecodeKernel,
+    KeyValuePools,
+    RowGroup,
+    StepContext,
+    in_step,
+    paged_attention,
+)
+from penstock.workers.generation.attention_choice import choose_kernel
+from penstock.workers.generation.batch import flat_batch
+from penstock.workers.generation.decode_graphs import DecodeGraphs
+from penstock.workers.generation.layer_rules import LayerRule
+from penstock.workers.generation.model import wrap_decoder
+from penstock.workers.generation.scheduler import Chunk, Sequence
+from penstock.workers.runtime.torch_device import TorchDevice
+from tests.workers.generation.architectures import decoder
+from tests.workers.generation.engines import GREEDY, open_engine, prompts_of, token_ids
+
+__all__ = ["CASES", "TEXTS"]
+
+LENGTHS: Final = (1, 2, 15, 16, 17, 63, 64, 65, 130)
+"""Of the rows: at the ends of pages and of the kernel's blocks of 64 keys."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes and what the layer asks for."""
+
+    heads: int = 4
+    shared: int = 2
+    size: int = 16
+    value_size: int = 16
+    page_size: int = 16
+    rule: LayerRule = field(default_factory=LayerRule)
+    softcap: float | None = None
+    has_sinks: bool = False
+    dtype: torch.dtype = torch.float32
+    tolerance: float = 1e-5
+
+
+CASES: Final = {
+    "as many heads of keys": Case(shared=4),
+    "grouped queries": Case(),
+    "one head of keys": Case(heads=6, shared=1),
+    "values of another size": Case(size=48, value_size=32),
+    "odd sizes": Case(heads=3, shared=1, size=20, value_size=20),
+    "large heads": Case(size=128, value_size=128),
+    "pages of one token": Case(page_size=1),
+    "pages of 7 tokens": Case(page_size=7),
+    "pages of 128 tokens": Case(page_size=128),
+    "a window": Case(rule=LayerRule(window=9)),
+    "a window of one key": Case(rule=LayerRule(window=1)),
+    "a window over blocks": Case(rule=LayerRule(window=100)),
+    "chunks": Case(rule=LayerRule(chunk=24)),
+    "capped logits": Case(softcap=5.0),
+    "sinks": Case(has_sinks=True),
+    "all of them": Case(rule=LayerRule(window=40), softcap=30.0, has_sinks=True, heads=8),
+    # The interpreter multiplies no bf16.
+    "fp16": Case(dtype=torch.float16, tolerance=2e-3),
+}
+TEXTS: Final = ("Llama", "Gemma2", "GPT-OSS", "Llama 4 with chunks")
+"""Whose texts are written by an engine with the kernel."""
+
+
+def error_of(case: Case, kernel: DecodeKernel, seed: int) -> float:
+    """The largest difference of both ways, for rows of all lengths in random pages."""
+    generator = torch.Generator().manual_seed(seed)
+    device = TorchDevice("cpu", 1)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(case.dtype)
+
+    needed = [-(-length // case.page_size) for length in LENGTHS]
+    numbers = random.Random(seed).sample(range(1, sum(needed) + 4), sum(needed))
+    rows = []
+    for row, (length, number) in enumerate(zip(LENGTHS, needed, strict=True)):
+        pages = [numbers.pop() for _ in range(number)]
+        rows.append(Chunk(Sequence(str(row), [0] * length, length, pages=pages), length - 1, 1))
+    batch = flat_batch(rows, case.page_size, [case.rule], device, most_groups=1)
+    sinks = noise(case.heads) if case.has_sinks else None
+    # What lies in pages of other rows, and behind a row's end, is noise that neither way may read.
+    slots = torch.arange((sum(needed) + 4) * case.page_size)
+    pools = KeyValuePools(sum(needed) + 4, case.page_size)
+    pools.write(0, slots, noise(len(slots), case.shared, case.size), noise(len(slots), case.shared, case.value_size))
+    query = noise(1, case.heads, len(LENGTHS), case.size)
+    key = noise(1, case.shared, len(LENGTHS), case.size)
+    value = noise(1, case.shared, len(LENGTHS), case.value_size)
+    module = torch.nn.Module()
+    module.layer_idx = 0  # type: ignore[assignment]
+    found = []
+    for each in (None, kernel):
+        with in_step(StepContext(pools, [case.rule], batch.slots, batch.groups, each)):
+            attended, _ = paged_attention(module, query, key, value, None, softcap=case.softcap, s_aux=sinks)
+            found.append(attended.float())
+    return float((found[0] - found[1]).abs().max())
+
+
+def _texts(name: str) -> list[Any]:
+    """Tokens without and with the kernel, and how many calls it got."""
+    prompts = prompts_of(3, 17, 30)
+    written: list[Any] = []
+    for attention in ("sdpa", "triton"):
+        engine = open_engine(decoder(name), kv_cache_mb=4, page_size=4, attention=attention)
+        if engine.decoder.kernel is not None:
+            counted = _Counted(engine.decoder.kernel)
+            engine.decoder.kernel = counted
+        written.append(token_ids(engine.generate(prompts, GREEDY)))
+    return [*written, counted.calls]
+
+
+class _Counted:
+    """Counts the calls of a kernel."""
+
+    def __init__(self, kernel: DecodeKernel) -> None:
+        self.calls = 0
+        self._kernel = kernel
+
+    def __call__(self, group: RowGroup, *others: Any) -> torch.Tensor:
+        self.calls += 1
+        return self._kernel(group, *others)
+
+
+def _replayed() -> list[Any]:
+    """Logits of a step, and those of the batch of an earlier one after a copy of the plan: what a graph computes."""
+    loaded = wrap_decoder(decoder("Gemma2"), None, 40)
+    loaded.kernel = choose_kernel("triton", loaded.device)
+    pools = KeyValuePools(64, 4)
+    graphs = DecodeGraphs(loaded, pools)
+    rows = [Sequence(str(row), prompt, len(prompt)) for row, prompt in enumerate(prompts_of(9, 30, 14))]
+    for row, one in enumerate(rows):
+        one.pages = [*range(1 + 12 * row, 13 + 12 * row)]
+        loaded.forward(loaded.batch([Chunk(one, 0, len(one.tokens) - 1)], 4), pools)
+    earlier = [
+        Sequence("", one.tokens[:number], number, pages=one.pages) for one, number in zip(rows, (9, 21, 4), strict=True)
+    ]
+    first = graphs.batch([Chunk(one, len(one.tokens) - 1, 1) for one in earlier])
+    steps = [Chunk(one, len(one.tokens) - 1, 1) for one in rows]
+    expected, _ = loaded.forward(loaded.batch(steps, 4), pools)
+    second = graphs.batch(steps)
+    first.plan.copy_(second.plan)
+    found, _ = loaded.forward(first, pools)
+    return [first.plan.shape == second.plan.shape, len(found), float((found[1:] - expected).abs().max())]
+
+
+def _main() -> None:
+    torch.set_num_threads(1)
+    kernel = choose_kernel("triton", TorchDevice("cpu", 1))
+    if kernel is None:
+        raise ValueError("Found no kernel, expected that of the interpreter")
+    errors = {name: max(error_of(case, kernel, seed) for seed in range(2)) for name, case in CASES.items()}
+    json.dump({"errors": errors, "texts": {name: _texts(name) for name in TEXTS}, "replayed": _replayed()}, sys.stdout)
+
+
+if __name__ == "__main__":
+    _main()
