@@ -244,8 +244,8 @@ def test_time_of_a_job_ends_its_text_as_it_is():
     assert (found.outputs[0].text, found.outputs[0].finish_reason) == ("a", "timeout")
     with serving(Reply(status=503)) as (_, backend):
         wish = {"delivered": Delivered((), "hel"), "params": SamplingParams(timeout_s=0.1)}
-        found = read(backend, **wish).outputs[0]
-    assert (found.text, found.finish_reason) == ("hel", "timeout")
+        late = read(backend, **wish).outputs[0]
+    assert (late.text, late.finish_reason) == ("hel", "timeout")
 
 
 def test_stopped_backend_waits_for_no_server():
