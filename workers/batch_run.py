@@ -31,6 +31,8 @@ __all__ = ["BatchRun", "JobStream", "JointAnswers", "OpenStream", "Outputs", "fo
 Outputs: TypeAlias = dict[str, Array]
 """By name, with the rows of one job, or of all jobs of a forward in order."""
 _NOTHING = ForwardSize(0, 0)
+_MOST_TOGETHER: Final = 8
+"""Deliveries of an engine's job before a step that hangs fails it, too: only workers with one home count crashes."""
 
 
 class JobStream(StreamContext, Protocol):
@@ -196,10 +198,10 @@ class BatchRun:
             return True
         if self.is_disturbed or len(self.batch.items) > 1 or self.form_in_use is not None:
             return False
-        if self.version.policy.seats and not self.is_as_built:
+        job = self.batch.items[0].job
+        if self.version.policy.seats and not self.is_as_built and job.delivery.attempt <= _MOST_TOGETHER:
             # The jobs of an engine share its steps. Only one that runs alone, as a suspect, is surely at fault.
             return False
-        job = self.batch.items[0].job
         retry = job.header.options.retry
         return retry is None or job.delivery.crashes + job.tries >= retry.attempts
 

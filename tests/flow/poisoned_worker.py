@@ -53,7 +53,7 @@ def main(most: str, name: str) -> None:
             threading.Event().wait()
         return forward(self, input_ids=input_ids, **more)
 
-    LlamaForCausalLM.forward = poisoned
+    setattr(LlamaForCausalLM, "forward", poisoned)  # noqa: B010 - for mypy, a method is no attribute
     worker_app.app.worker_main(["worker", "-P", "solo", "-c", "1", "-n", name])
 
 

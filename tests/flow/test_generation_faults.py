@@ -258,7 +258,9 @@ def test_broker_that_restarts_leaves_no_gap(client: Client, stage: Stage):
 def test_step_that_hangs_costs_its_process_and_no_text(stage: Stage):
     """The watchdog ends the process; the next ones go on with the texts, and the one at fault ends alone."""
     params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
-    workers = [stage.worker("hanging-0", "hanger")]
+    # The crashes of a machine are counted in its home.
+    home = str(stage.folder / "home")
+    workers = [stage.worker("hanging-0", "hanger", PENSTOCK_HOME=home)]
     with Client(stage.server.url) as client, ThreadPoolExecutor(8) as pool:
         jobs = [client.submit("hanger", {"prompt": prompt}, options=params) for prompt in PROMPTS]
         reads = [pool.submit(_read, job) for job in jobs]
@@ -270,12 +272,12 @@ def test_step_that_hangs_costs_its_process_and_no_text(stage: Stage):
             if bad.status() not in ("queued", "running"):
                 return True
             if not workers[-1].is_running:
-                workers.append(stage.worker(f"hanging-{len(workers)}", "hanger"))
+                workers.append(stage.worker(f"hanging-{len(workers)}", "hanger", PENSTOCK_HOME=home))
             return False
 
         wait_until(has_ended, 2 * PATIENCE_S, "the job that hangs has ended")
         if not workers[-1].is_running:
-            workers.append(stage.worker("hanging-last", "hanger"))
+            workers.append(stage.worker("hanging-last", "hanger", PENSTOCK_HOME=home))
         with pytest.raises((ForwardTimeout, DeadLettered)):
             bad.result(PATIENCE_S)
         for job, prompt, read in zip(jobs, PROMPTS, reads, strict=True):

@@ -207,4 +207,4 @@ def test_stream_outlives_its_worker(stage: Stage, reader: WorkerProcess):
         text, kinds = read.result(PATIENCE_S)
         assert text == job.result(PATIENCE_S)["text"][0]
         assert "reset" not in kinds
-        assert job.info().attempt == 2
+        assert job.info().attempt >= 2

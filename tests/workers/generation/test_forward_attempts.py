@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation import Engine
 from penstock.workers.generation.backend import Wish
+from penstock.workers.generation.outputs import RequestOutput
 from penstock.workers.generation.runner import EngineRunner
 from tests.workers.generation.architectures import decoder
 from tests.workers.generation.engines import (
@@ -175,6 +176,17 @@ def test_job_gets_what_the_model_raised():
         runner.stop()
 
 
+class _Listener:
+    """Knows whether an output came."""
+
+    def __init__(self) -> None:
+        self.has_heard = threading.Event()
+
+    def __call__(self, _: RequestOutput) -> bool:
+        self.has_heard.set()
+        return False
+
+
 def test_a_thousand_cancels_of_threads_give_all_pages_back():
     """Eight threads open requests and close them at random moments, while others write."""
     runner = EngineRunner(engine_with_pages(decoder("Llama"), 40, 4, max_num_seqs=6, max_num_batched_tokens=32))
@@ -187,18 +199,18 @@ def test_a_thousand_cancels_of_threads_give_all_pages_back():
         chosen = random.Random(number)
         try:
             for turn in range(125):
-                seen = threading.Event()
+                listener = _Listener()
                 wish = Wish(
                     f"{number}-{turn}",
                     chosen.choice(prompts),
                     SamplingParams(max_tokens=60, seed=turn, n=chosen.choice([1, 1, 2])),
                     priority=chosen.choice(["high", "normal", "low"]),
-                    sink=lambda _, seen=seen: seen.set() or False,
+                    sink=listener,
                 )
                 ticket = runner.open(wish)
                 # At once, or between any two of its outputs.
                 if chosen.random() < 0.5:
-                    assert seen.wait(PATIENCE_S)
+                    assert listener.has_heard.wait(PATIENCE_S)
                 ticket.close()
                 if turn % 25 == 0:
                     output = runner.open(Wish(f"{number}-{turn}-whole", prompts[0], GREEDY)).next(PATIENCE_S)

@@ -202,7 +202,7 @@ def test_text_of_another_run_is_continued_where_it_is_the_same(delivered: str, r
     """Else the stream begins anew."""
     listener = Listener()
     with serving(Reply([event("hel"), event("lo"), event("", "stop"), usage(), DONE])) as (_, backend):
-        wish = {"delivered": Delivered((), delivered), "sink": listener.sink, "resume": listener.resume}
+        wish: dict[str, Any] = {"delivered": Delivered((), delivered), "sink": listener.sink, "resume": listener.resume}
         found = read(backend, **wish)
     assert found.outputs[0].text == "hello"
     assert "".join(listener.deltas) == rest
@@ -243,9 +243,9 @@ def test_time_of_a_job_ends_its_text_as_it_is():
         found = read(backend, params=SamplingParams(timeout_s=0.1))
     assert (found.outputs[0].text, found.outputs[0].finish_reason) == ("a", "timeout")
     with serving(Reply(status=503)) as (_, backend):
-        wish = {"delivered": Delivered((), "hel"), "params": SamplingParams(timeout_s=0.1)}
-        found = read(backend, **wish).outputs[0]
-    assert (found.text, found.finish_reason) == ("hel", "timeout")
+        wish: dict[str, Any] = {"delivered": Delivered((), "hel"), "params": SamplingParams(timeout_s=0.1)}
+        late = read(backend, **wish).outputs[0]
+    assert (late.text, late.finish_reason) == ("hel", "timeout")
 
 
 def test_stopped_backend_waits_for_no_server():
