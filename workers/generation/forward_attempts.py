@@ -4,9 +4,8 @@
                       --an exception--> each half alone, down to the chunk at fault, which has failed
                       --out of memory-> the same; a single chunk is cut; later forwards have fewer tokens for a while
 
-A forward may run again: it writes the same keys and values to the same places.
-
-Importing this module imports torch.
+A forward may run again: it writes the same keys and values to the same places. It raises OutOfMemory in place of the
+device's own errors.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import torch
-
+from penstock.registry.errors import OutOfMemory
 from penstock.workers.generation.sampler import Sampled
 from penstock.workers.generation.scheduler import Chunk
 from penstock.workers.runtime.base import DeviceLost
@@ -26,8 +24,6 @@ __all__ = ["Attempted", "ForwardAttempts"]
 
 logger = logging.getLogger("penstock.runtime")
 
-_EXHAUSTED: Final = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
-"""Texts of errors of torch that have no class of their own."""
 _GROWS_AFTER: Final = 256
 """Steps without such an error after which forwards may have twice as many tokens: memory may be free again."""
 Forward = Callable[[Sequence[Chunk]], dict[str, list[Sampled]]]
@@ -85,8 +81,8 @@ class ForwardAttempts:
         except Exception as error:  # a model may raise anything; only its own request fails
             caught = error
         # Outside of `except`: an exception in handling keeps everything that the failed forward had on the device.
-        if is_exhausted := _is_exhausted(caught):
-            caught = caught.with_traceback(None)
+        if is_exhausted := isinstance(caught, OutOfMemory):
+            caught = OutOfMemory(str(caught))
             self._shrink(chunks)
         if len(chunks) > 1:
             middle = len(chunks) // 2
@@ -109,9 +105,3 @@ def _cut(chunk: Chunk, most: int) -> Chunk:
     if chunk.num_tokens <= most:
         return chunk
     return Chunk(chunk.sequence, chunk.start, min(most, chunk.num_tokens - len(chunk.drafts)))
-
-
-def _is_exhausted(error: Exception) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _EXHAUSTED)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from penstock.registry.errors import OutOfMemory
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation import Engine
 from penstock.workers.generation.backend import Wish
@@ -94,7 +95,7 @@ def test_request_that_never_fits_fails_alone():
     """One token is too much for the device: there is nothing left to cut."""
     engine, guard = guarded(EXHAUSTED[0])
     guard.poison = POISON
-    _check_alone(engine, torch.OutOfMemoryError)
+    _check_alone(engine, OutOfMemory)
 
 
 @pytest.mark.parametrize("kind", [ValueError, IndexError, AssertionError, RuntimeError])
