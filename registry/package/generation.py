@@ -8,14 +8,15 @@ Pure values: no file is read here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
+from urllib.parse import urlsplit
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from penstock.registry.package.spec_sections import Section
-from penstock.registry.package.text_server import KeyVariable, ServedField, ServerUrl
 from penstock.registry.tensors import Array
 
 __all__ = [
@@ -71,6 +72,48 @@ _OUTPUTS: Final = (
     {"name": "logprobs", "dtype": "string", "shape": ["choices"]},
     {"name": "message", "dtype": "string", "shape": ["choices"]},
 )
+
+
+_LONGEST: Final = 2048
+_EXPECTED: Final = "expected the address of a server, such as http://127.0.0.1:8000"
+_VARIABLE: Final = re.compile(r"[A-Z][A-Z0-9_]{0,63}_RUNTIME_KEY\Z")
+
+
+def _server_url(url: str) -> str:
+    """The URL without `/v1` at its end, which is added. A URL may hold a secret, so no message has it."""
+    if not re.fullmatch(rf"[!-~]{{1,{_LONGEST}}}", url) or "\\" in url:
+        raise ValueError(f"found a text that is no URL, {_EXPECTED}")
+    try:
+        parts = urlsplit(url)
+        is_whole = bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_whole = False
+    if not is_whole or parts.scheme not in ("http", "https"):
+        raise ValueError(f"found a text that is no URL of http or https, {_EXPECTED}")
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ValueError(f"found a URL with a user, a query or a fragment, {_EXPECTED}; runtime_key names a key")
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def _key_variable(name: str) -> str:
+    """Only variables that are made for this: a package must not send another secret of the worker to a server."""
+    if not _VARIABLE.match(name) or name.startswith("PENSTOCK_"):
+        raise ValueError(f"found {name!r:.80}, expected the name of a variable that ends with _RUNTIME_KEY")
+    return name
+
+
+def _served_field(name: str) -> str:
+    # Most packages name none, and a client reads packages without it.
+    from penstock.registry.package.text_server import further_fields
+
+    if name not in (known := further_fields()):
+        raise ValueError(f"found {name!r:.80}, expected sampling fields beyond those of OpenAI: {', '.join(known)}")
+    return name
+
+
+ServerUrl = Annotated[str, AfterValidator(_server_url)]
+KeyVariable = Annotated[str, AfterValidator(_key_variable)]
+ServedField = Annotated[str, AfterValidator(_served_field)]
 
 
 class Generation(Section):

@@ -34,7 +34,6 @@ from penstock.registry.tensors import Array
 from penstock.workers.generation.backend import Backend, Delivered, Wish
 from penstock.workers.generation.chat import ChatPrompt
 from penstock.workers.generation.prompts import Prompt
-from penstock.workers.generation.server_backend import ServerBackend
 from penstock.workers.observe.metrics import GenerationFigures
 from penstock.workers.runtime.base import Prepared, StreamContext
 from penstock.workers.runtime.loading import LoadOptions, NullContext, PackageRuntime
@@ -154,6 +153,9 @@ class GenerateRuntime(PackageRuntime):
     def _build(self, manifest: Manifest, device: str, threads: int) -> int:
         options = self.spec.generate
         if options is not None and options.runtime_url is not None:
+            # Other packages need no HTTP client.
+            from penstock.workers.generation.server_backend import ServerBackend
+
             try:
                 self._backend = ServerBackend(options, self.spec.name, self._options.runtime_hosts, os.environ)
             except ConfigurationError as error:
@@ -163,7 +165,8 @@ class GenerateRuntime(PackageRuntime):
 
     def _warm_up(self) -> None:
         # A server that is away is no reason against a version: its jobs wait for it.
-        if not isinstance(self._backend, ServerBackend):
+        options = self.spec.generate
+        if options is None or options.runtime_url is None:
             super()._warm_up()
 
     def _build_engine(self, device: str, threads: int) -> int:
