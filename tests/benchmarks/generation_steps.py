@@ -240,9 +240,7 @@ def _critical(say: Progress) -> Row:
     chunked = _steps_to_token(engine, long)
     for name in low:
         engine.abort(name)
-    say(
-        f"generation: a critical request waits {waited} steps for a seat; with 700 tokens it has {chunked} steps in all"
-    )
+    say(f"generation: a critical request waits {waited} steps for a seat; with 700 tokens it takes {chunked} in all")
     return Row(
         f"generation, {_ROWS} seats full of low requests, a critical one of 200 tokens: steps to its first token",
         f"{waited} beside the {prefill} of its prompt; with 700 tokens in chunks of 64, {chunked} in all",

@@ -81,12 +81,13 @@ def test_text_without_a_reader_is_decoded_once(folder, engine):
     tokenizer = own.decoder.tokenizer
     calls = []
 
-    class Counted(type(tokenizer)):
-        def _decode(self, *args, **options):
-            calls.append(1)
-            return super()._decode(*args, **options)
+    kind: Any = type(tokenizer)
 
-    tokenizer.__class__ = Counted
+    def counted(self, *args, **options):
+        calls.append(1)
+        return kind._decode(self, *args, **options)
+
+    tokenizer.__class__ = type("Counted", (kind,), {"_decode": counted})
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     found = own.generate([TEXT, TEXT], params)
     assert len(calls) == 2
