@@ -75,19 +75,25 @@ def test_a_stream_is_the_text_in_parts(engine):
     assert [token for output in seen for token in output.delta_token_ids] == list(whole.outputs[0].token_ids)
 
 
-def test_text_without_a_reader_is_decoded_once(folder):
-    """ES-011: `generate` decodes at the end, not at each token."""
-    engine = Engine.from_pretrained(folder, kv_cache_mb=2)
+def test_text_without_a_reader_is_decoded_once(folder, engine):
+    """ES-011: `generate` decodes at the end, not at each token. The decoding of the tokenizer's own class is used."""
+    own = Engine.from_pretrained(folder, kv_cache_mb=2, packed_linears="off")
+    tokenizer = own.decoder.tokenizer
     calls = []
-    original = engine.decoder.tokenizer.decode
 
-    def counted(*args, **options):
+    kind: Any = type(tokenizer)
+
+    def counted(self, *args, **options):
         calls.append(1)
-        return original(*args, **options)
+        return kind._decode(self, *args, **options)
 
-    engine.decoder.tokenizer.decode = counted
-    engine.generate([TEXT, TEXT], SamplingParams(max_tokens=20, temperature=0, ignore_eos=True))
+    tokenizer.__class__ = type("Counted", (kind,), {"_decode": counted})
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    found = own.generate([TEXT, TEXT], params)
     assert len(calls) == 2
+    assert [one.outputs[0].text for one in found] == [
+        one.outputs[0].text for one in engine.generate([TEXT] * 2, params)
+    ]
 
 
 def test_a_stop_string_cuts_text_and_ends_the_request(engine):
