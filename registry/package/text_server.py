@@ -52,9 +52,5 @@ def check_obeyed(params: SamplingParams, further: Collection[str], *, is_chat: b
     if refused:
         raise InvalidInput(
             f"{refused[0]}: found a value, expected none: the server of this model does not obey it. "
-            f"Expected fields: {', '.join(name for name in _ordered(obeyed))}"
+            f"Expected fields: {', '.join(field.name for field in fields(params) if field.name in obeyed)}"
         )
-
-
-def _ordered(names: Collection[str]) -> list[str]:
-    return [field.name for field in fields(SamplingParams) if field.name in names]

@@ -114,6 +114,7 @@ OTHER_INFERENCE_KEYS = {
     "server.api_keys": "auto",
     "server.address_header": "",
     "server.model_control": False,
+    "server.metrics": True,
     "server.websocket_idle_s": 60.0,
     "server.websocket_requests": 64,
     "server.websocket_messages_per_s": 1000,
