@@ -30,7 +30,7 @@ FORMS = {
     "range": range(TOKENS),
     "numbers of NumPy": [np.int64(1)] * TOKENS,
     "array": np.ones(TOKENS, np.int64),
-    "array of rows": np.ones((1, TOKENS), np.int32),
+    "array of rows": np.ones((1, TOKENS), np.int64),
     "list of an array": [np.ones(TOKENS, np.int64)],
 }
 SAMPLING = {
