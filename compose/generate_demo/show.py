@@ -33,7 +33,7 @@ from penstock.compose.samples import SampleRequest
 from penstock.compose.stack import fleet
 from penstock.compose.stack.local import LocalStack, private_settings
 from penstock.compose.storage import home_problem
-from penstock.registry.errors import ConfigurationError
+from penstock.registry.errors import ConfigurationError, ModelNotReady
 from penstock.registry.extras import not_installed
 from penstock.registry.sampling_params import SamplingParams
 from penstock.registry.settings import Settings
@@ -63,6 +63,8 @@ def copy_file(source, target, *, follow_symlinks=True):
 # One docstring after the other: the end of a docstring does not end the text.
 _PARAMS: Final = SamplingParams(max_tokens=140, temperature=0.6, top_p=0.9, ignore_eos=True)
 _STREAM_S: Final = 120.0
+_MOST_ASKED: Final = 100
+"""Characters of an own text: with the example before it, and the answer, there are 256 tokens."""
 _COUNT_S: Final = 10.0
 _COUNT_POLL_S: Final = 0.1
 _MOST_THREADS: Final = 8
@@ -130,6 +132,10 @@ def _check(ask: Sequence[str]) -> None:
             raise ConfigurationError(not_installed(package, "generate"))
     if len(ask) > SEATS:
         raise ConfigurationError(f"--ask: found {len(ask)} texts, expected at most {SEATS} with --generate")
+    if longest := max((len(text) for text in ask if len(text) > _MOST_ASKED), default=0):
+        raise ConfigurationError(
+            f"--ask: found a text of {longest} characters, expected at most {_MOST_ASKED}: the model reads no more"
+        )
     if any(not text.strip() for text in ask):
         raise ConfigurationError("--ask: found an empty text, expected the beginning of one")
 
@@ -263,6 +269,8 @@ def _counted(stack: LocalStack, tokens: int) -> dict[str, Any]:
     until = time.monotonic() + _COUNT_S
     while (found := _engine(stack)).get("generated_tokens", -1) < tokens and time.monotonic() < until:
         time.sleep(_COUNT_POLL_S)
+    if "generated_tokens" not in found:
+        raise ModelNotReady(f"The worker has not told its figures within {_COUNT_S:g} s. Expected a report each second")
     return found
 
 

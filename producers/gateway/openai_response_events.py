@@ -29,7 +29,7 @@ from penstock.producers.gateway.openai_response_views import (
     text_part,
 )
 from penstock.producers.gateway.problems import problem_of
-from penstock.producers.gateway.text_jobs import Sent, delta_of, texts_of
+from penstock.producers.gateway.text_jobs import Sent, delta_of, only_text
 from penstock.registry.errors import JobFailed, ResultGone
 
 __all__ = ["NumberedEvent", "ResponseEvents"]
@@ -100,7 +100,7 @@ class ResponseEvents:
         return self._event("error", code="server_error", message=message, param=None)
 
     def _end(self, event: JobEvent) -> Iterator[NumberedEvent]:
-        (text,) = texts_of(event.data)
+        text = only_text(event.data)
         view = ended_view(self._name, text)
         for place, item in enumerate(view.output):
             if item["type"] == "message":

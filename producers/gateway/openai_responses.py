@@ -35,7 +35,7 @@ from penstock.producers.gateway.problems import problem_of
 from penstock.producers.gateway.request_headers import idempotency_key
 from penstock.producers.gateway.routing import Route
 from penstock.producers.gateway.tensors import decoded
-from penstock.producers.gateway.text_jobs import TextRequest, texts_of
+from penstock.producers.gateway.text_jobs import TextRequest, only_text
 from penstock.producers.gateway.waiting import JobRequest, Jobs, job_headers
 from penstock.registry.errors import (
     BrokerUnavailable,
@@ -137,10 +137,15 @@ class ResponseRoutes:
             await self._forget(handle, asked)
         elif asked.is_background:
             handle = await self._jobs.submit(asked.job, exchange)
-            await _answer(pending_view(ResponseId(handle.id, asked.has_tools), "queued"), exchange)
+            name = ResponseId(handle.id, asked.has_tools)
+            if key is None:
+                await _answer(pending_view(name, "queued"), exchange)
+            else:
+                # A repeated key has the job of its first request, which may have ended.
+                await self._show(name, handle, exchange)
         else:
             finished = await self._jobs.run(asked.job, exchange)
-            view = ended_view(ResponseId(finished.job_id, asked.has_tools), texts_of(finished.outputs)[0])
+            view = ended_view(ResponseId(finished.job_id, asked.has_tools), only_text(finished.outputs))
             await _answer(view, exchange)
             await self._forget(self._client.job(finished.job_id), asked)
 
@@ -225,7 +230,7 @@ class ResponseRoutes:
         except JobFailed as error:
             await _answer(failed_view(name, problem_of(error)), exchange)
             return
-        await _answer(ended_view(name, texts_of(outputs)[0]), exchange)
+        await _answer(ended_view(name, only_text(outputs)), exchange)
 
     async def _stream(self, handle: AsyncJobHandle, name: ResponseId, exchange: Exchange, after: int) -> None:
         """The events behind `after`. A stream without a last event goes on in another request."""
@@ -238,7 +243,7 @@ class ResponseRoutes:
                 if not isinstance(error, StreamsStopped):
                     raise
                 await exchange.begin_stream(EVENTS, STREAM_HEADERS)
-        except (JobFailed, ResultGone) as error:
+        except (JobFailed, ResultGone, UnknownJob) as error:
             if not exchange.has_begun:
                 raise
             await exchange.write(events.error(problem_of(error).detail).written())

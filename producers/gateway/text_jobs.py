@@ -23,13 +23,13 @@ from penstock.producers.gateway.event_stream import EventStreams
 from penstock.producers.gateway.exchange import ClientGone, Exchange
 from penstock.producers.gateway.token_pieces import TokenChoice
 from penstock.producers.gateway.waiting import JobRequest, Jobs, job_headers
-from penstock.registry.errors import InvalidInput, JobFailed
+from penstock.registry.errors import InvalidInput, JobFailed, UnknownJob
 from penstock.registry.generation_inputs import with_options
 from penstock.registry.queues import PriorityName
 from penstock.registry.sampling_params import SamplingParams
 from penstock.registry.tensors import Array
 
-__all__ = ["Delta", "Sent", "Text", "TextJobs", "TextRequest", "TextUsage", "delta_of", "texts_of"]
+__all__ = ["Delta", "Sent", "Text", "TextJobs", "TextRequest", "TextUsage", "delta_of", "only_text", "texts_of"]
 
 _MOST_JOBS: Final = 128
 _MOST_SEED: Final = 2**64
@@ -203,13 +203,16 @@ class TextJobs:
 
 
 def texts_of(outputs: Mapping[str, Array]) -> list[Text]:
-    """The texts that one job has generated."""
+    """The texts that one job has generated. Raises UnknownJob for one whose outputs are not all here."""
+    if "usage" not in outputs:
+        raise UnknownJob("The job has other outputs than a text. Expected one with all outputs of its model")
     prompt, completion, cached = (int(number) for number in outputs["usage"])
     found: list[Text] = []
     for row, text in enumerate(outputs["text"]):
         ids = [int(token) for token in outputs["token_ids"][row] if token >= 0]
-        # The usage of a job counts its texts together.
-        written = completion if len(outputs["text"]) == 1 else len(ids)
+        # The usage of a job counts its texts together. Another server may tell no ids: then the first has all tokens.
+        is_counted = len(outputs["text"]) > 1 and outputs["token_ids"].shape[1] > 0
+        written = len(ids) if is_counted else completion * (row == 0)
         message = str(outputs["message"][row])
         found.append(
             Text(
@@ -223,6 +226,14 @@ def texts_of(outputs: Mapping[str, Array]) -> list[Text]:
     return found
 
 
+def only_text(outputs: Mapping[str, Array]) -> Text:
+    """The text of a job that has one. Raises UnknownJob."""
+    found = texts_of(outputs)
+    if len(found) != 1:
+        raise UnknownJob(f"The job has {len(found)} texts. Expected one with a single text")
+    return found[0]
+
+
 def delta_of(index: int, event: JobEvent, sent: Sent) -> Delta | None:
     """None for an event without text. sent: what was told before.
 
@@ -232,7 +243,7 @@ def delta_of(index: int, event: JobEvent, sent: Sent) -> Delta | None:
         tokens = _choices(event.data["token_ids"].tolist(), str(event.data.get("logprobs", "")))
         return Delta(index, str(event.data["text"]), tokens=tokens)
     if event.type == "completed":
-        (whole,) = texts_of(event.data)
+        whole = only_text(event.data)
         # An answer from the cache has no chunks.
         return Delta(index, whole.text[sent.characters :], whole, whole.tokens[sent.tokens :])
     if event.type == "reset" and sent != Sent():

@@ -51,10 +51,17 @@ class ForwardAttempts:
 
     def run(self, chunks: Sequence[Chunk]) -> Attempted:
         """Computes as many of the chunks as can be computed. Raises DeviceLost, and what is no Exception."""
-        attempted = Attempted()
+        attempted, before = Attempted(), self._most
+        self._run(chunks, attempted)
+        if any(isinstance(error, OutOfMemory) for _, error in attempted.failed):
+            # A request that never fits says nothing about the steps of the others.
+            self._most = before
+        return attempted
+
+    def _run(self, chunks: Sequence[Chunk], attempted: Attempted) -> None:
         if self._most == self._whole:
             self._try(chunks, attempted)
-            return attempted
+            return
         self._steps_since += 1
         if self._steps_since >= _GROWS_AFTER:
             self._most, self._steps_since = min(self._whole, 2 * self._most), 0
@@ -67,7 +74,6 @@ class ForwardAttempts:
             group.append(chunk)
             room -= chunk.num_tokens
         self._try(group, attempted)
-        return attempted
 
     def _try(self, chunks: Sequence[Chunk], attempted: Attempted) -> None:
         if not chunks:

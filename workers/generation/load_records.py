@@ -20,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
+from penstock.workers.runtime import prepacked, torch_device
 from penstock.workers.runtime.cpu import cpu_label
 
 __all__ = ["LoadRecords", "files_of", "machine"]
@@ -36,6 +37,8 @@ class LoadRecords:
         if self._folder is None:
             return None
         try:
+            if not _is_private(self._folder):
+                return None
             record = json.loads(self._path(self._folder, kind, facts).read_bytes())
         except (OSError, ValueError):
             return None
@@ -49,7 +52,10 @@ class LoadRecords:
         draft = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            draft.write_text(json.dumps({"facts": facts, "found": found}))
+            if not _is_private(self._folder):
+                return
+            with open(draft, "x") as file:
+                json.dump({"facts": facts, "found": found}, file)
             draft.replace(path)
 
     @staticmethod
@@ -60,9 +66,9 @@ class LoadRecords:
 
 @cache
 def machine() -> dict[str, str]:
-    """The processor, the libraries that compute, and the source of this package."""
+    """The processor, the libraries that compute, and the source of this package and of what it computes with."""
     source = hashlib.sha256()
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    for file in [*sorted(Path(__file__).parent.glob("*.py")), *map(Path, (prepacked.__file__, torch_device.__file__))]:
         source.update(file.read_bytes())
     return {
         "cpu": f"{_cpu_name()} {cpu_label()}",
@@ -76,6 +82,12 @@ def files_of(folder: Path) -> list[list[Any]]:
     """Name, size and time of change of each file: other files are another model."""
     found = [(path, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
     return [[path.name, stat.st_size, stat.st_mtime_ns, stat.st_ino] for path, stat in found]
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether no other user may write there. What another user wrote must not stand in for a proof."""
+    found = folder.stat()
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def _cpu_name() -> str:

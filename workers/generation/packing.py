@@ -13,6 +13,7 @@ Importing this module imports torch.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from penstock.workers.generation.load_records import LoadRecords, machine
 from penstock.workers.runtime.prepacked import PrepackedLinear, pack_linears, packable, unpack
 
 __all__ = ["Packing", "least_rows"]
+
+logger = logging.getLogger("penstock.runtime")
 
 _ROWS: Final = (1, 4, 16, 64)
 _TRIALS: Final = 5
@@ -62,8 +65,11 @@ class Packing:
             shapes[tuple(one.weight.shape)][id(one.weight)].append(one)
         for alike in shapes.values():
             self._choose([*alike.values()], mode, records)
-        while mode == "on" and self.pack_next():
-            pass
+
+    @property
+    def expected_nbytes(self) -> int:
+        """Of all packed weights, once none waits."""
+        return self.nbytes + sum(sharing[0].weight.nbytes for sharing, _ in self._waiting)
 
     @property
     def waiting(self) -> int:
@@ -71,19 +77,23 @@ class Packing:
         return sum(len(sharing) for sharing, _ in self._waiting)
 
     def pack_next(self) -> bool:
-        """Packs the next weight that waits. Returns False where none does."""
+        """Packs the next weight that waits, if there is memory for it. Returns whether others wait."""
         if not self._waiting:
             return False
         sharing, rows = self._waiting.popleft()
-        for layer in pack_linears(sharing):
-            layer.least_rows = rows
-        self._count(sharing)
-        return True
+        try:
+            self._pack(sharing, rows)
+        except (MemoryError, RuntimeError):
+            # The layers are as they were. Requests run: what no memory is there for must not end them.
+            logger.warning("the other layers stay unpacked", extra={"layers": self.waiting + len(sharing)})
+            self._waiting.clear()
+        return bool(self._waiting)
 
     def _choose(self, alike: Sequence[list[torch.nn.Linear]], mode: str, records: LoadRecords) -> None:
         """alike: weights of one shape, each with the layers that share it."""
         if mode == "on":
-            self._waiting.extend((sharing, 1) for sharing in alike)
+            for sharing in alike:
+                self._pack(sharing, 1)
             return
         facts = _facts(alike[0][0])
         known = records.read(_KIND, facts)
@@ -94,8 +104,18 @@ class Packing:
             tried = alike[:_MOST_LAYERS]
             rows = self._tried(tried)
             records.write(_KIND, facts, {"least_rows": rows})
-        if rows is not None:
-            self._waiting.extend((sharing, rows) for sharing in alike[len(tried) :])
+        if rows is None:
+            return
+        if not tried:
+            # The probe comes after this, and proves a packed layer of each shape.
+            tried = alike[:1]
+            self._pack(tried[0], rows)
+        self._waiting.extend((sharing, rows) for sharing in alike[len(tried) :])
+
+    def _pack(self, sharing: Sequence[torch.nn.Linear], rows: int) -> None:
+        for layer in pack_linears(sharing):
+            layer.least_rows = rows
+        self._count(sharing)
 
     def _tried(self, alike: Sequence[list[torch.nn.Linear]]) -> int | None:
         """The layers of the trial remain packed where packed weights are faster."""

@@ -58,7 +58,9 @@ def _facts(decoder: Decoder, page_size: int, packing: str) -> dict[str, Any] | N
         return None
     model = {"files": files_of(decoder.folder), "dtype": str(decoder.model.dtype), "device": str(decoder.model.device)}
     own = {"folder": str(decoder.folder), "positions": decoder.max_positions, "page": page_size, "packing": packing}
-    return {**machine(), **model, **own, "has_kernel": decoder.kernel is not None}
+    placed = decoder.device.device
+    gpu = torch.cuda.get_device_name(placed) if placed.type == "cuda" else ""
+    return {**machine(), **model, **own, "has_kernel": decoder.kernel is not None, "gpu": gpu}
 
 
 def _proven(decoder: Decoder, page_size: int) -> int:

@@ -114,19 +114,14 @@ class GenerateRuntime(PackageRuntime):
         try:
             params, prompt = read_params(inputs), _prompt(inputs)
             wish = Wish(context.job_id or _WARM_UP, prompt, _seeded(params, context.job_id), tenant=context.tenant)
+            if isinstance(context, ResumableContext):
+                wish = replace(wish, priority=context.priority)
             # Several texts come at the end, and a worker that takes their job over writes them anew.
             if isinstance(context, ResumableContext) and params.num_candidates == 1:
                 delivered = self._delivered(context, params)
                 first = {_CONTENT: _text(self.content_hash), _BEGUN: np.array(context.now_ms, np.int64)}
                 sink = _Sink(context, params, first)
-                wish = replace(
-                    wish,
-                    priority=context.priority,
-                    delivered=delivered,
-                    resume=sink.resume,
-                    sink=sink,
-                    together=context.together,
-                )
+                wish = replace(wish, delivered=delivered, resume=sink.resume, sink=sink, together=context.together)
         except InvalidInput as error:
             raise InputRefused(str(error)) from None
         try:
@@ -195,7 +190,7 @@ class GenerateRuntime(PackageRuntime):
         self._backend = EngineRunner(engine, lambda: torch.set_num_threads(threads))
         self._free_memory = engine.decoder.device.release_memory
         weights = sum(one.numel() * one.element_size() for one in engine.decoder.model.parameters())
-        return int(weights + engine.forwards.pools_nbytes)
+        return int(weights + engine.packing.expected_nbytes + engine.forwards.pools_nbytes)
 
     def _release(self) -> None:
         backend, self._backend = self._backend, None

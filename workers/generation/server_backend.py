@@ -214,8 +214,11 @@ def _authorization(variable: str | None, environ: Mapping[str, str]) -> dict[str
     if variable is None:
         return {}
     key = environ.get(variable, "")
-    if not key or not key.isascii() or not key.isprintable():
-        raise ConfigurationError(f"generate.runtime_key: found no key in the variable {variable}, expected one")
+    # A space would be refused by the HTTP library, whose message shows the whole field.
+    if not key or not all("!" <= letter <= "~" for letter in key):
+        raise ConfigurationError(
+            f"generate.runtime_key: found no key in the variable {variable}, expected one of ASCII without spaces"
+        )
     return {"authorization": f"Bearer {key}"}
 
 

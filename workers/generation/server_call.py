@@ -3,8 +3,8 @@
     URL -> addresses that may be called -> connection -> request -> status -> events: `data: ...`, `data: [DONE]`
                                                                           `-> the beginning of an error's body
 
-It blocks for at most half a second at a time, so that its caller can look whether the job was cancelled. It follows no
-redirect and uses no proxy.
+While it reads, it blocks for at most half a second at a time, so that its caller can look whether the job was
+cancelled. Looking up a name and connecting take longer. It follows no redirect and uses no proxy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import ipaddress
 import socket
 import ssl
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
@@ -67,8 +67,10 @@ class ServerAddress:
         with suppress(ValueError):
             self._check(str(ipaddress.ip_address(self._host)))
 
-    def connect(self) -> socket.socket:
-        """Raises ServerAway, and ConfigurationError for addresses that may not be called."""
+    def connect(self) -> Generator[None, None, socket.socket]:
+        """Yields before each address that it tries. Raises ServerAway, and ConfigurationError for addresses that may
+        not be called.
+        """
         try:
             found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError):
@@ -77,6 +79,7 @@ class ServerAddress:
         problem = "it has no address"
         allowed = self._check(*dict.fromkeys(str(place[0]) for *_, place in found))
         for address in allowed[:_MOST_ADDRESSES]:
+            yield
             try:
                 return self._connected(address)
             except ssl.SSLCertVerificationError as error:
@@ -120,9 +123,13 @@ class ServerCall:
 
         A single Refusal: the server refused. Raises ServerAway, and ForwardTimeout after `silence_s` without a byte.
         """
-        self._socket = self._address.connect()
+        self._socket = yield from self._address.connect()
         fields = [("host", self._address.netloc), *headers.items(), ("content-length", str(len(body)))]
-        request = h11.Request(method="POST", target=self._address.path + path, headers=fields)
+        try:
+            request = h11.Request(method="POST", target=self._address.path + path, headers=fields)
+        except h11.LocalProtocolError:
+            # Its message shows the field, which may be the key.
+            raise ModelError("The request to the text server has a field that HTTP does not allow") from None
         parts = [self._http.send(request), self._http.send(h11.Data(data=body)), self._http.send(h11.EndOfMessage())]
         self._socket.settimeout(_SEND_S)
         try:

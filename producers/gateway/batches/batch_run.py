@@ -104,6 +104,8 @@ class BatchRun:
     journal: Journal
     max_outstanding: int
     stopped: StopCode | None = None
+    waiting_groups: int = 0
+    """Groups of lines that wait for room in a limit."""
     _handles: dict[str, AsyncJobHandle] = field(default_factory=dict)
     """The jobs that have not ended."""
     _limits: set[asyncio.Timeout] = field(default_factory=set)
@@ -224,7 +226,11 @@ class BatchRun:
                 if self.stopped:
                     await self.stop(self.stopped)
             except RateLimited as spent:
-                await asyncio.sleep(min(_LONGEST_PAUSE_S, spent.retry_after_s))
+                self.waiting_groups += 1
+                try:
+                    await asyncio.sleep(min(_LONGEST_PAUSE_S, spent.retry_after_s))
+                finally:
+                    self.waiting_groups -= 1
             except BadApiKey as error:
                 ended += [self._failed(each.line.number, each.custom_id, "", error) for each in group]
                 group = []
@@ -237,12 +243,12 @@ class BatchRun:
 
         Raises RateLimited when there is no room for any. A key may have been revoked since: raises BadApiKey.
         """
-        if paid := sum(each.is_paid for each in group):
-            # Lost lines, which stand before the others.
-            return paid
         entry = await self._enter()
         if entry is None:
             return 0
+        if paid := sum(each.is_paid for each in group):
+            # Lost lines, which stand before the others.
+            return paid
         count = await entry.spend_for_lines([each.job.tokens for each in group])
         for each in group[:count]:
             each.is_paid = True

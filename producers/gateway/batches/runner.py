@@ -38,6 +38,8 @@ _RETRY_S: Final = 30.0
 _BUSY_S: Final = 5.0
 _DELETE_EVERY: Final = 60
 """Looks from one deletion of expired files to the next."""
+_MOST_OPEN: Final = 64
+"""Batches of this process, with those that wait for limits. Each holds some files open."""
 logger = logging.getLogger("penstock.server")
 
 
@@ -65,6 +67,8 @@ class BatchRunner:
         self._clock = clock
         self._wake = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._runs: dict[str, BatchRun] = {}
+        """Those of the running batches whose lines are being run."""
         self._retry_at: dict[str, float] = {}
         """When a batch that could not go on is tried again."""
         self._looking: asyncio.Task[None] | None = None
@@ -102,15 +106,21 @@ class BatchRunner:
             return
         if deletes:
             await asyncio.to_thread(self._store.delete_expired)
-        if len(self._running) >= _MOST_AT_ONCE:
+        if not self._has_place:
             return
         now = asyncio.get_running_loop().time()
         for stored in await asyncio.to_thread(self._store.open_batches):
             is_due = self._retry_at.get(stored.batch.id, 0.0) <= now
-            if is_due and stored.batch.id not in self._running and len(self._running) < _MOST_AT_ONCE:
+            if is_due and stored.batch.id not in self._running and self._has_place:
                 task = asyncio.get_running_loop().create_task(self._run(stored), name=stored.batch.id)
                 self._running[stored.batch.id] = task
                 task.add_done_callback(self._end)
+
+    @property
+    def _has_place(self) -> bool:
+        """Whether another batch may run. Those that wait for the limits of their keys take no place of the others."""
+        waiting = sum(run.waiting_groups > 0 for run in self._runs.values())
+        return len(self._running) - waiting < _MOST_AT_ONCE and len(self._running) < _MOST_OPEN
 
     def _end(self, task: asyncio.Task[None]) -> None:
         self._running.pop(task.get_name(), None)
@@ -156,10 +166,14 @@ class BatchRunner:
             journal,
             self._options.max_outstanding,
         )
-        async with asyncio.TaskGroup() as tasks:
-            watch = tasks.create_task(self._watch(stored, run, journal, total))
-            await run.run(self._lines(stored))
-            watch.cancel()
+        self._runs[stored.batch.id] = run
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watch = tasks.create_task(self._watch(stored, run, journal, total))
+                await run.run(self._lines(stored))
+                watch.cancel()
+        finally:
+            del self._runs[stored.batch.id]
         await asyncio.to_thread(self._finish, stored, journal, total, run.stopped)
 
     async def _watch(self, stored: StoredBatch, run: BatchRun, journal: Journal, total: int) -> None:

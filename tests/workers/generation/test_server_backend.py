@@ -231,8 +231,10 @@ def test_silent_server_ends_the_job():
 def test_job_that_ends_early_ends_the_connection():
     """The server learns of it, so that it need not write for nobody."""
     with serving(Reply([event("a")], hangs=True)) as (server, backend):
-        answer = backend.open(Wish("job", "a", PARAMS))
-        assert answer.next(1.0) is None
+        listener = Listener()
+        answer = backend.open(Wish("job", "a", PARAMS, sink=listener.sink))
+        while not listener.deltas:
+            assert answer.next(1.0) is None
         answer.close()
         wait_until(lambda: server.gone == 1, 30, "the server sees the end of the connection")
 
