@@ -275,7 +275,7 @@ def test_bad_requests_are_refused(site: Site, fields: dict[str, Any], status: in
 
 
 def test_unknown_responses(openai: Any, site: Site, http: httpx.Client):
-    """404: an id of another form, one of no job, and a job of a model that writes no text."""
+    """404: an id of another form, one of no job, and a job that has no text, or several."""
     module = require_module("openai")
     accepted = http.post("/v1/jobs", json={"model": "double", "inputs": {"x": [[1, 2, 3, 4]]}}).json()
     for name in ("nothing", "resp_writer.0", f"resp_{accepted['id']}"):
@@ -285,3 +285,18 @@ def test_unknown_responses(openai: Any, site: Site, http: httpx.Client):
     for query in ("stream=maybe", "stream=true&starting_after=-1", "stream=true&starting_after=x"):
         begun = openai.responses.create(**WISH, background=True)
         assert httpx.get(f"{site.gateway.url}/v1/responses/{begun.id}?{query}").status_code == 422
+
+
+@pytest.mark.parametrize("wishes", [{"outputs": ["text"]}, {"options": {"n": 2, "temperature": 1.0}}])
+def test_a_job_of_another_form_is_no_response(site: Site, wishes: dict[str, Any]):
+    """One with some of its outputs only, and one with several texts: 404, and no event but the error in a stream."""
+    params = {"max_tokens": 4, **wishes.get("options", {})}
+    job = {"model": "writer", "inputs": {"prompt": ["a"], "sampling_params": [json.dumps(params)]}}
+    with httpx.Client(base_url=site.gateway.url, timeout=60) as http:
+        document = {**job, **({"outputs": wishes["outputs"]} if "outputs" in wishes else {})}
+        made = http.post("/v1/jobs", json=document, headers={"Prefer": "wait=60"})
+        assert made.status_code == 200, made.text
+        name = f"/v1/responses/resp_{made.json()['id']}"
+        assert http.get(name).status_code == 404
+        streamed = http.get(name, params={"stream": "true"})
+        assert streamed.status_code == 404 or "event: error" in streamed.text

@@ -98,6 +98,20 @@ def test_request_that_never_fits_fails_alone():
     _check_alone(engine, OutOfMemory)
 
 
+def test_request_that_never_fits_leaves_the_steps_of_others_whole():
+    """Its own forwards are cut down to one token; those of the others are not, from the next step on."""
+    engine, guard = guarded(EXHAUSTED[0])
+    guard.poison = POISON
+    with torch.no_grad():
+        engine.decoder.model.lm_head.weight[POISON] = 0
+    sound = [[token % POISON for token in prompt] for prompt in prompts_of(9, 9, 9, 9)]
+    with pytest.raises(OutOfMemory):
+        engine.generate([[POISON] * 5], GREEDY)
+    guard.sizes = []
+    engine.generate(sound, GREEDY)
+    assert max(guard.sizes) == 4 * 9
+
+
 @pytest.mark.parametrize("kind", [ValueError, IndexError, AssertionError, RuntimeError])
 def test_request_for_which_the_model_raises_fails_alone(kind: type[Exception]):
     """The others write what they write alone, from the same step on, and every page comes back."""

@@ -76,6 +76,18 @@ def test_an_unusable_record_is_as_none(content, tmp_path):
     assert records.read("kind", {"a": 1}) is None
 
 
+def test_a_folder_that_others_may_write_proves_nothing(tmp_path):
+    """What another user put there must not stand in for a proof, and nothing is written there."""
+    folder = tmp_path / "records"
+    records = LoadRecords(folder)
+    records.write("kind", {}, 1)
+    assert records.read("kind", {}) == 1
+    folder.chmod(0o777)
+    assert records.read("kind", {}) is None
+    records.write("other", {}, 1)
+    assert len([*folder.iterdir()]) == 1
+
+
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path):
     """The load goes on without it."""
     (tmp_path / "file").write_text("")

@@ -272,7 +272,7 @@ def test_key_comes_from_the_environment():
         read(backend)
     assert server.asked[0].headers["authorization"] == "Bearer s3cret"
     assert "s3cret" not in str(refused.value)
-    for environ in ({}, {"BIG_RUNTIME_KEY": "two\nlines"}):
+    for environ in ({}, {"BIG_RUNTIME_KEY": "two\nlines"}, {"BIG_RUNTIME_KEY": "sk-1 "}):
         with pytest.raises(ConfigurationError, match="found no key in the variable BIG_RUNTIME_KEY"):
             backend_of("http://127.0.0.1:1", environ, runtime_key="BIG_RUNTIME_KEY")
 
