@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from penstock.registry.broker import meters
+from penstock.registry.broker import redis_letters as letters
 from penstock.registry.broker import redis_scripts as scripts
 from penstock.registry.broker.base import (
     DeadLetter,
@@ -107,7 +108,7 @@ class RedisOperator(RedisSpecs):
 
     def waiting(self, slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> list[WaitingEntry]:
         """See OperatorEnd.waiting."""
-        return scripts.parse_waiting(self._run(scripts.waiting(slot, priority, after, count, head_bytes)))
+        return letters.parse_waiting(self._run(letters.waiting(slot, priority, after, count, head_bytes)))
 
     def queued_job(self, job_id: str) -> Delivery | None:
         """See OperatorEnd.queued_job."""
@@ -121,27 +122,27 @@ class RedisOperator(RedisSpecs):
 
     def withdraw(self, slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> int:
         """See OperatorEnd.withdraw."""
-        return scripts.withdrawn(self._run(scripts.withdraw(slot, priority, jobs, result_ttl_ms))) if jobs else 0
+        return letters.withdrawn(self._run(letters.withdraw(slot, priority, jobs, result_ttl_ms))) if jobs else 0
 
     def replay(
         self, slot: str, entry: str, job: Publication, job_ttl_ms: int, *, keeps_acceptance: bool = False
     ) -> Replay:
         """See OperatorEnd.replay."""
-        return scripts.replayed(self._run(scripts.replay(slot, entry, job, job_ttl_ms, keeps_acceptance)))
+        return letters.replayed(self._run(letters.replay(slot, entry, job, job_ttl_ms, keeps_acceptance)))
 
     def purge_dead(self, slot: str, entries: Sequence[str]) -> int:
         """See OperatorEnd.purge_dead."""
         starts = range(0, len(entries), _DELETES_PER_CALL)
         chunks = [entries[start : start + _DELETES_PER_CALL] for start in starts]
-        return sum(self._run(scripts.purge_dead(slot, chunk)) for chunk in chunks)
+        return sum(self._run(letters.purge_dead(slot, chunk)) for chunk in chunks)
 
     def dead_letters(self, slot: str, after: str = "", count: int = 100) -> list[DeadLetter]:
         """See OperatorEnd.dead_letters."""
-        return scripts.listed_dead(slot, self._run(scripts.list_dead(slot, after, count)))
+        return letters.listed_dead(slot, self._run(letters.list_dead(slot, after, count)))
 
     def read_dead_letter(self, slot: str, entry: str) -> DeadLetter | None:
         """See OperatorEnd.read_dead_letter."""
-        return scripts.parse_dead_letter(slot, self._run(scripts.read_dead_letter(slot, entry)))
+        return letters.parse_dead_letter(slot, self._run(letters.read_dead_letter(slot, entry)))
 
     def quarantined(self, slot: str = "") -> list[Quarantined]:
         """See OperatorEnd.quarantined."""

@@ -1,7 +1,8 @@
 """Calls and answers of the Lua scripts in lua/: arguments to a command, an answer to typed values. Pure, no connection.
 
 The synchronous and the asynchronous connections share this file. Each script has a function of its name that makes
-its call, and usually a second one that parses its answer. All keys of one call carry the same hash tag.
+its call, and usually a second one that parses its answer. All keys of one call carry the same hash tag. The calls for
+operators are in redis_letters.py.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from penstock.registry.broker.base import (
     Claim,
     Commit,
     CommitStatus,
-    DeadLetter,
     Delivery,
     Depth,
     Emission,
@@ -32,11 +32,8 @@ from penstock.registry.broker.base import (
     Rating,
     Receipt,
     Renewal,
-    Replay,
     State,
     StreamEntry,
-    WaitingEntry,
-    Withdrawal,
 )
 from penstock.registry.broker.incidents import exceeded_limit_s
 from penstock.registry.broker.limits import (
@@ -78,7 +75,7 @@ from penstock.registry.queues import (
     stream_keys,
 )
 
-__all__ = ["SOURCES", "Call", "commands_of", "keys_of", "script_of", "sha_of"]
+__all__ = ["SOURCES", "Call", "call", "commands_of", "keys_of", "local_of", "number", "script_of", "sha_of"]
 
 Call: TypeAlias = list[Any]
 """The words of a command; EVALSHA is the first one of a script's call. A tuple is one word in parts; see
@@ -109,13 +106,6 @@ _PRIORITIES: Final = tuple(Priority)
 _STATUSES: Final = {ord("C"): CommitStatus.COMMITTED, ord("F"): CommitStatus.FENCED, ord("G"): CommitStatus.GONE}
 _REFUSALS: Final = {b"f": "full", b"t": "tenant-full", b"m": "memory"}
 _RATINGS: Final = {b"C": Rating.COUNTED, b"R": Rating.REPEATED, b"U": Rating.UNKNOWN}
-_REPLAYS: Final = {
-    b"R": Replay.REPLAYED,
-    b"N": Replay.MISSING,
-    b"L": Replay.LIVE,
-    b"S": Replay.SETTLED,
-    b"K": Replay.SUPERSEDED,
-}
 _CANCELS: Final = {
     b"C": CancelOutcome.CANCELLED,
     b"R": CancelOutcome.REQUESTED,
@@ -144,11 +134,13 @@ def keys_of(call: Sequence[Any]) -> list[str]:
     return [word for word in words if isinstance(word, str) and key_group(word)]
 
 
-def _call(name: str, keys: Sequence[str], args: Iterable[Any]) -> Call:
+def call(name: str, keys: Sequence[str], args: Iterable[Any]) -> Call:
+    """The command that runs a script."""
     return ["EVALSHA", _SHAS[name], len(keys), *keys, *args]
 
 
-def _local(job_id: str) -> str:
+def local_of(job_id: str) -> str:
+    """The id of a job within its slot."""
     return job_id.rpartition(".")[2]
 
 
@@ -185,7 +177,7 @@ def publish(slot: str, jobs: Sequence[Publication], limits: Limits) -> Call:
     args: list[Any] = [GROUP, limits.max_depth, limits.tenant_max_in_flight, record_ttl_ms, len(jobs)]
     args += (MEMORY_HIGH_WATER_PCT, len(numbers), len(idempotency_keys))
     keys = [flow_key(slot), *stream_keys(slot), *records, *idempotency_keys]
-    return _call("publish", keys, [*args, *kinds, *idempotent, *words, *targets])
+    return call("publish", keys, [*args, *kinds, *idempotent, *words, *targets])
 
 
 def webhook_slot(slot: str, jobs: Sequence[Publication]) -> Call | None:
@@ -217,7 +209,7 @@ def claim(consumer: str, request: Claim) -> Call:
     """One call that takes jobs of one slot."""
     keys = [*stream_keys(request.slot), paused_key(request.slot), active_key(request.slot)]
     args = [GROUP, consumer, request.credit, request.reserve, request.ageing_ms, request.credit_bytes]
-    return _call("claim", keys, [*args, CLAIM_BYTES, MAX_JOB_BYTES, request.expected_bytes, request.bands])
+    return call("claim", keys, [*args, CLAIM_BYTES, MAX_JOB_BYTES, request.expected_bytes, request.bands])
 
 
 def claimed(slot: str, answer: Sequence[Any]) -> tuple[float, bool, list[Delivery]]:
@@ -246,7 +238,7 @@ def _deliveries(slot: str, priority: Priority, entries: Sequence[Any], active: b
 
 def _unusual(slot: str, priority: Priority, entry_id: bytes, fields: Sequence[bytes], active: bytes) -> Delivery:
     """A replayed dead letter; or the fields of a foreign XADD, joined to bytes that are no envelope."""
-    if len(fields) == 4 and fields[2] == b"a" and (accepted_ms := _number(fields[3].decode(errors="replace"))):
+    if len(fields) == 4 and fields[2] == b"a" and (accepted_ms := number(fields[3].decode(errors="replace"))):
         return Delivery(slot, priority, entry_id, fields[1], accepted_first_ms=accepted_ms, active=active)
     return Delivery(slot, priority, entry_id, b"".join(fields), active=active)
 
@@ -276,7 +268,7 @@ def parse_announced(answer: Sequence[bytes | None]) -> Announced:
 
 def report_keys(slot: str, report: bytes, ttl_ms: int, *, is_live: bool) -> Call:
     """One call that publishes or withdraws a worker's report about its keys."""
-    return _call("report_keys", [keyrings_key(slot)], [ttl_ms, report, int(is_live)])
+    return call("report_keys", [keyrings_key(slot)], [ttl_ms, report, int(is_live)])
 
 
 def actives(slots: Sequence[str]) -> Call:
@@ -343,7 +335,7 @@ def commit(consumer: str, slot: str, commits: Sequence[Commit], result_ttl_ms: i
     lane = lane_key(slot)
     args += [0 if reply == lane else REPLY_CAP for reply in reply_index]
     keys = [flow_key(slot), *stream_keys(slot), *reply_index, *records, *idempotency_keys]
-    return _call("commit", keys, [*args, *kinds, *idempotent, *words, *paid])
+    return call("commit", keys, [*args, *kinds, *idempotent, *words, *paid])
 
 
 def _span(entry_ids: list[bytes]) -> tuple[bytes, bytes]:
@@ -364,7 +356,7 @@ def renew(consumer: str, slot: str, held: Sequence[Held]) -> Call:
     args: list[Any] = [GROUP, consumer, len(held)]
     for job in held:
         args += (int(job.priority), job.entry_id)
-    return _call("renew", [*stream_keys(slot), *[record_key(job.job_id) for job in held]], args)
+    return call("renew", [*stream_keys(slot), *[record_key(job.job_id) for job in held]], args)
 
 
 def renewed(held: Sequence[Held], answer: bytes) -> Renewal:
@@ -381,7 +373,7 @@ def release(consumer: str, slot: str, held: Sequence[Held], version: str = "") -
     args: list[Any] = [GROUP, consumer, len(held), _owner_for(version) if version else ""]
     for job in held:
         args += (int(job.priority), job.entry_id)
-    return _call("release", stream_keys(slot), args)
+    return call("release", stream_keys(slot), args)
 
 
 def _owner_for(version: str) -> str:
@@ -392,13 +384,13 @@ def _owner_for(version: str) -> str:
 def adopt(consumer: str, slot: str, versions: Sequence[str], count: int) -> Call:
     """One call that claims jobs that were released for one of these versions. It answers as `take_over` does."""
     keys = [*stream_keys(slot), paused_key(slot), active_key(slot)]
-    return _call("adopt", keys, [GROUP, consumer, count, *map(_owner_for, versions)])
+    return call("adopt", keys, [GROUP, consumer, count, *map(_owner_for, versions)])
 
 
 def take_over(consumer: str, slot: str, lease_ms: int, count: int, now_ms: float) -> Call:
     """One call that claims jobs of one slot whose lease has lapsed. It does nothing when it arrives late."""
     keys = [*stream_keys(slot), paused_key(slot), active_key(slot), flow_key(slot)]
-    return _call("take_over", keys, [GROUP, consumer, lease_ms, count, int(now_ms)])
+    return call("take_over", keys, [GROUP, consumer, lease_ms, count, int(now_ms)])
 
 
 def announce(slot: str, spec: bytes, versions: Mapping[str, bytes], *, replaces: bool) -> Call:
@@ -407,12 +399,12 @@ def announce(slot: str, spec: bytes, versions: Mapping[str, bytes], *, replaces:
     replaces: False fills in what is missing.
     """
     pairs = [word for version in versions.items() for word in version]
-    return _call("announce", [active_key(slot), spec_key(slot), specs_key(slot)], [int(replaces), spec, *pairs])
+    return call("announce", [active_key(slot), spec_key(slot), specs_key(slot)], [int(replaces), spec, *pairs])
 
 
 def activate(slot: str, epoch: int, record: bytes, version: str, spec: bytes) -> Call:
     """One call that makes a version the active one."""
-    return _call("activate", [active_key(slot), spec_key(slot), specs_key(slot)], [epoch, record, version, spec])
+    return call("activate", [active_key(slot), spec_key(slot), specs_key(slot)], [epoch, record, version, spec])
 
 
 def taken_over(slot: str, answer: Sequence[Any]) -> list[Delivery]:
@@ -435,7 +427,7 @@ def _with_incidents(delivery: Delivery, incidents: Sequence[bytes]) -> Delivery:
 
 def quarantine(quarantine: str, types: Mapping[str, str]) -> Call:
     """One call that quarantines foreign keys. types: by key, its type; empty: quarantine it, whatever it holds."""
-    return _call("quarantine", [quarantine, *types], [QUARANTINE_CAP, *types.values()])
+    return call("quarantine", [quarantine, *types], [QUARANTINE_CAP, *types.values()])
 
 
 def suspect(slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> Call:
@@ -444,7 +436,7 @@ def suspect(slot: str, jobs: Sequence[Held], incident: str, ttl_ms: int) -> Call
     for job in jobs:
         args += (int(job.priority), job.entry_id)
     marks = [crashes_key(slot, job.priority, job.entry_id) for job in jobs]
-    return _call("suspect", [*stream_keys(slot), *marks], args)
+    return call("suspect", [*stream_keys(slot), *marks], args)
 
 
 def emit(consumer: str, emissions: Sequence[Emission], ttl_ms: int, max_bytes: int) -> Call:
@@ -454,7 +446,7 @@ def emit(consumer: str, emissions: Sequence[Emission], ttl_ms: int, max_bytes: i
     for held, attempt, sealed, count, after, keep_from, resumes in emissions:
         keys += (stream_key(held.slot, held.priority), record_key(held.job_id))
         args += (held.entry_id, attempt, after.seq, after.size, count, keep_from, sealed, int(resumes))
-    return _call("emit", keys, args)
+    return call("emit", keys, args)
 
 
 def job_events(job_id: str) -> Call:
@@ -477,20 +469,20 @@ def cancel(job_id: str, tenant: str, sealed: bytes, result_ttl_ms: int) -> Call:
     """One call that withdraws a waiting job, or asks its worker to stop."""
     slot = slot_of(job_id)
     args = [GROUP, tenant, *_ending(job_id, State.CANCELLED, sealed, result_ttl_ms)]
-    return _call("cancel", [flow_key(slot), *stream_keys(slot), record_key(job_id)], args)
+    return call("cancel", [flow_key(slot), *stream_keys(slot), record_key(job_id)], args)
 
 
 def expire(job_id: str, tenant: str, sealed: bytes, result_ttl_ms: int) -> Call:
     """One call that ends a job whose time has passed. It answers 1 when it ended the job."""
     slot = slot_of(job_id)
     args = [GROUP, tenant, *_ending(job_id, State.EXPIRED, sealed, result_ttl_ms)]
-    return _call("expire", [flow_key(slot), *stream_keys(slot), record_key(job_id), overdue_key(job_id)], args)
+    return call("expire", [flow_key(slot), *stream_keys(slot), record_key(job_id), overdue_key(job_id)], args)
 
 
 def rate(job_id: str, experiment: str, version: str, quality: float) -> Call:
     """One call that counts the quality of an ended job."""
     keys = [record_key(job_id), ratings_key(slot_of(job_id), experiment)]
-    return _call("rate", keys, [version, repr(float(quality)), OBSERVATIONS_TTL_MS])
+    return call("rate", keys, [version, repr(float(quality)), OBSERVATIONS_TTL_MS])
 
 
 def rated(answer: bytes) -> Rating:
@@ -501,7 +493,7 @@ def rated(answer: bytes) -> Rating:
 def _ending(job_id: str, state: State, sealed: bytes, result_ttl_ms: int) -> tuple[Any, ...]:
     """The arguments of `finish` in ending.lua."""
     idempotency_prefix = idempotency_key(slot_of(job_id), "")
-    return encode_result(state, sealed), _local(job_id), result_ttl_ms, REPLY_TTL_MS, REPLY_CAP, idempotency_prefix
+    return encode_result(state, sealed), local_of(job_id), result_ttl_ms, REPLY_TTL_MS, REPLY_CAP, idempotency_prefix
 
 
 def cancelled(answer: bytes) -> CancelOutcome | JobRecord:
@@ -512,7 +504,7 @@ def cancelled(answer: bytes) -> CancelOutcome | JobRecord:
 def job_record(job_id: str, *, subscribe: bool) -> Call:
     """One call that reads a job's record."""
     keys = [*stream_keys(slot_of(job_id)), record_key(job_id)]
-    return _call("job_record", keys, [GROUP, int(subscribe), CALL_BYTES])
+    return call("job_record", keys, [GROUP, int(subscribe), CALL_BYTES])
 
 
 def is_cut(answer: Sequence[Any] | None) -> bool:
@@ -522,7 +514,7 @@ def is_cut(answer: Sequence[Any] | None) -> bool:
 
 def job_records(job_ids: Sequence[str]) -> Call:
     """One call that reads records of one slot; see job_records.lua for its answer."""
-    return _call("job_records", [record_key(job_id) for job_id in job_ids], [CALL_BYTES])
+    return call("job_records", [record_key(job_id) for job_id in job_ids], [CALL_BYTES])
 
 
 def parse_job_record(answer: Sequence[Any] | None) -> JobRecord | None:
@@ -571,110 +563,12 @@ def dead_letter(
     if job_id:
         keys.append(record_key(job_id))
         args += _ending(job_id, State.DEAD, sealed, result_ttl_ms)
-    return _call("dead_letter", keys, args)
-
-
-def list_dead(slot: str, after: str, count: int) -> Call:
-    """One call that describes dead letters of one slot."""
-    return _call("list_dead", [dead_key(slot)], [after or "0-0", count])
-
-
-def listed_dead(slot: str, answer: Sequence[Any]) -> list[DeadLetter]:
-    """Parses the answer of `list_dead`."""
-    return [_letter(slot, entry, size, fields) for entry, size, fields in answer]
-
-
-def read_dead_letter(slot: str, entry: str) -> Call:
-    """Reads a dead letter with its bytes."""
-    return ["XRANGE", dead_key(slot), entry, entry]
-
-
-def parse_dead_letter(slot: str, answer: Sequence[Any]) -> DeadLetter | None:
-    """Parses the answer of `read_dead_letter`."""
-    if not answer:
-        return None
-    entry, fields = answer[0]
-    sealed = dict(_pairs(fields)).get(b"e", b"")
-    return structs.replace(_letter(slot, entry, len(sealed), fields), sealed=sealed)
-
-
-def replay(slot: str, entry: str, job: Publication, job_ttl_ms: int, keeps_acceptance: bool) -> Call:
-    """One call that puts a dead letter back into its queue."""
-    keys = [flow_key(slot), dead_key(slot), stream_key(slot, job.priority), record_key(job.job_id)]
-    if job.idempotency_digest:
-        keys.append(idempotency_key(slot, job.idempotency_digest))
-    args: list[Any] = [entry, int(job.priority), _local(job.job_id), job.tenant, job.reply, job.idempotency_digest]
-    args += (job_ttl_ms + OUTLIVES_MS, int(keeps_acceptance), job.lifetime_ms(job_ttl_ms), job.webhook)
-    return _call("replay", keys, args)
-
-
-def replayed(answer: bytes) -> Replay:
-    """Parses the answer of `replay`."""
-    return _REPLAYS[answer]
-
-
-def purge_dead(slot: str, entries: Sequence[str]) -> Call:
-    """One call that deletes dead letters of one slot."""
-    return _call("purge_dead", [flow_key(slot), dead_key(slot)], entries)
-
-
-def waiting(slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> Call:
-    """One call that reads entries that no worker holds."""
-    return _call("waiting", [stream_key(slot, priority)], [GROUP, after or b"0-0", count, head_bytes])
-
-
-def parse_waiting(answer: Sequence[Any]) -> list[WaitingEntry]:
-    """Parses the answer of `waiting`."""
-    return [WaitingEntry(entry_id, head) for entry_id, head in answer]
-
-
-def withdraw(slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> Call:
-    """One call that withdraws jobs of one queue."""
-    idempotency_prefix = idempotency_key(slot, "")
-    args: list[Any] = [GROUP, int(priority), result_ttl_ms, REPLY_TTL_MS, REPLY_CAP, idempotency_prefix, len(jobs)]
-    keys = [flow_key(slot), stream_key(slot, priority)]
-    for job in jobs:
-        local = _local(job.job_id)
-        keys.append(local_record_key(slot, local))
-        args += (job.entry_id, local, job.tenant, encode_result(job.state, job.sealed))
-    return _call("withdraw", keys, args)
-
-
-def withdrawn(answer: bytes) -> int:
-    """Parses the answer of `withdraw`: how many entries left the queue."""
-    return answer.count(b"W") + answer.count(b"R")
-
-
-def _letter(slot: str, entry: bytes, size: int, fields: Sequence[bytes]) -> DeadLetter:
-    # Any program with the broker's password may have written it: a field of unexpected form is left empty.
-    known = {name: value.decode(errors="replace") for name, value in _pairs(fields) if name != b"e"}
-    local = known.get(b"job", "")
-    return DeadLetter(
-        slot,
-        entry.decode(),
-        known.get(b"reason", ""),
-        _PRIORITIES[_number(known.get(b"priority")) % len(_PRIORITIES)],
-        known.get(b"entry", ""),
-        _number(known.get(b"accepted")),
-        _number(known.get(b"deliveries")),
-        _number(known.get(b"crashes")),
-        size,
-        f"{slot}.{local}" if local else "",
-        known.get(b"tenant", ""),
-    )
-
-
-def _pairs(fields: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
-    return list(zip(fields[::2], fields[1::2], strict=False))
-
-
-def _number(text: str | None) -> int:
-    return int(text) if text is not None and text.isascii() and text.isdecimal() and len(text) < 18 else 0
+    return call("dead_letter", keys, args)
 
 
 def depths(slot: str) -> Call:
     """One call that measures the four queues of a slot."""
-    return _call("depths", stream_keys(slot), [GROUP])
+    return call("depths", stream_keys(slot), [GROUP])
 
 
 def measured(slot: str, answer: Sequence[int]) -> list[Depth]:
@@ -714,3 +608,8 @@ def entries(answer: Sequence[Any] | None) -> list[StreamEntry]:
         for key, found in answer or ()
         for entry_id, fields in found
     ]
+
+
+def number(text: str | None) -> int:
+    """A number that any program may have written; 0 for another text."""
+    return int(text) if text is not None and text.isascii() and text.isdecimal() and len(text) < 18 else 0
