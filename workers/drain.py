@@ -311,7 +311,7 @@ class Drain:
             self._dispatch()
         if not parts.stop.is_set:
             parts.claimer.arm()
-        if not self._is_exchange_near():
+        if not self._is_exchange_near:
             self._tell()
         self._dead_letter_deferred()
 
@@ -433,34 +433,25 @@ class Drain:
         self._completer.keep_answers()
         self._tell()
 
+    @property
     def _is_exchange_near(self) -> bool:
         """Whether an exchange follows within moments: reports wait for it, because a short forward has to share the
         interpreter with this thread."""
-        running = self.parts.executor.running()
-        return self._completer.has_work or (
-            bool(running) and all(run.version.queue.longest_forward_s < _SOON_S for run in running)
-        )
+        return self._completer.has_work or self.parts.executor.ends_within(_SOON_S, self._clock())
 
     def _claims(self) -> list[Claim]:
         """What to claim now. The blocking claim has taken what had come: if the forward of that is about to end, its
-        commit carries the next claims, which saves a round trip."""
+        commit carries the next claims, which saves a round trip. If the next batch forms, further jobs fill it."""
         if self.parts.stop.is_set:
             return []
-        if self.parts.claimer.has_just_waited and not self._completer.has_work and self._is_commit_near():
+        if (
+            self.parts.claimer.has_just_waited
+            and not self._completer.has_work
+            and self.parts.executor.ends_within(_SOON_S, self._clock())
+            and not any(len(version.queue.batcher) for version in self.parts.lifecycle.turns)
+        ):
             return []
         return self.parts.claimer.wanted()
-
-    def _is_commit_near(self) -> bool:
-        """Whether forwards are all that is under way, and were short of late."""
-        executor = self.parts.executor
-        running, waiting = executor.running(), executor.waiting()
-        if not (running or waiting) or any(len(version.queue.batcher) for version in self.parts.lifecycle.turns):
-            # The next batch has begun to form: further jobs fill it.
-            return False
-        soon = self._clock() - _SOON_S
-        return all(run.started > soon for run in running) and all(
-            run.version.queue.longest_forward_s < _SOON_S for run in (*running, *waiting)
-        )
 
     def _tell(self) -> None:
         """Report what was settled, and let it steer the next batches."""

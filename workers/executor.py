@@ -157,6 +157,16 @@ class Executor:
             return []
         return [run for run in tuple(self._running.values()) if run is not None]
 
+    def ends_within(self, seconds: float, now: float) -> bool:
+        """Whether forwards run or wait for a thread, none has run that long, and all were shorter of late."""
+        running, waiting = self.running(), self.waiting()
+        runs = (*running, *waiting)
+        return (
+            bool(runs)
+            and all(run.started > now - seconds for run in running)
+            and all(run.version.queue.longest_forward_s < seconds for run in runs)
+        )
+
     def submit(self, run: BatchRun, *, prepare_apart: bool) -> None:
         """Queue a batch. prepare_apart: tokenise its texts on the prepare thread, while the model threads are busy."""
         run.clock, run.journal = self._clock, self._journal
