@@ -64,8 +64,6 @@ _IDLE_S: Final = 0.001
 """The sleep of an idle worker that has not left its blocking claim yet."""
 _DEFERRED_S: Final = 0.1
 """How long deferred dead letters may wait for a moment in which there is nothing else to do."""
-_SOON_S: Final = 0.005
-"""A forward that was shorter of late ends before anybody misses the report of the batch before it."""
 _SHORTEST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 """How long to leave a broker alone that does not answer; doubled each time, between these."""
@@ -437,21 +435,17 @@ class Drain:
     def _is_exchange_near(self) -> bool:
         """Whether an exchange follows within moments: reports wait for it, because a short forward has to share the
         interpreter with this thread."""
-        return self._completer.has_work or self.parts.executor.ends_within(_SOON_S, self._clock())
+        return self._completer.has_work or self.parts.executor.ends_soon(self._clock())
 
     def _claims(self) -> list[Claim]:
         """What to claim now. The blocking claim has taken what had come: if the forward of that is about to end, its
         commit carries the next claims, which saves a round trip. If the next batch forms, further jobs fill it."""
-        if self.parts.stop.is_set:
-            return []
-        if (
-            self.parts.claimer.has_just_waited
-            and not self._completer.has_work
-            and self.parts.executor.ends_within(_SOON_S, self._clock())
-            and not any(len(version.queue.batcher) for version in self.parts.lifecycle.turns)
-        ):
-            return []
-        return self.parts.claimer.wanted()
+        parts = self.parts
+        if parts.claimer.has_just_waited and not self._completer.has_work:
+            is_forming = any(len(version.queue.batcher) for version in parts.lifecycle.turns)
+            if not is_forming and parts.executor.ends_soon(self._clock()):
+                return []
+        return [] if parts.stop.is_set else parts.claimer.wanted()
 
     def _tell(self) -> None:
         """Report what was settled, and let it steer the next batches."""

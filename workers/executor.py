@@ -47,6 +47,8 @@ __all__ = ["Executor", "seats_for"]
 
 logger = logging.getLogger("penstock.runtime")
 
+_SOON_S: Final = 0.005
+"""A forward that was shorter of late ends before anybody misses the report of the batch before it."""
 _MOST_THREADS: Final = 16
 """`grow` makes no more: each model thread has a seat in the journal, and the file of the journal does not grow."""
 _PREPARE_SEAT: Final = 0
@@ -157,14 +159,14 @@ class Executor:
             return []
         return [run for run in tuple(self._running.values()) if run is not None]
 
-    def ends_within(self, seconds: float, now: float) -> bool:
-        """Whether forwards run or wait for a thread, none has run that long, and all were shorter of late."""
+    def ends_soon(self, now: float) -> bool:
+        """Whether forwards run or wait for a thread, none has run for 5 ms, and all were shorter of late."""
         running, waiting = self.running(), self.waiting()
         runs = (*running, *waiting)
         return (
             bool(runs)
-            and all(run.started > now - seconds for run in running)
-            and all(run.version.queue.longest_forward_s < seconds for run in runs)
+            and all(run.started > now - _SOON_S for run in running)
+            and all(run.version.queue.longest_forward_s < _SOON_S for run in runs)
         )
 
     def submit(self, run: BatchRun, *, prepare_apart: bool) -> None:
