@@ -132,7 +132,7 @@ def _check(ask: Sequence[str]) -> None:
             raise ConfigurationError(not_installed(package, "generate"))
     if len(ask) > SEATS:
         raise ConfigurationError(f"--ask: found {len(ask)} texts, expected at most {SEATS} with --generate")
-    if longest := max((len(text) for text in ask if len(text) > _MOST_ASKED), default=0):
+    if (longest := max(map(len, ask), default=0)) > _MOST_ASKED:
         raise ConfigurationError(
             f"--ask: found a text of {longest} characters, expected at most {_MOST_ASKED}: the model reads no more"
         )

@@ -6,7 +6,6 @@ POST /v1/completions    prompt: a text, texts, a list of tokens, or lists of tok
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -18,7 +17,6 @@ from penstock.producers.gateway.openai import openai_error
 from penstock.producers.gateway.openai_logprobs import CompletionLogprobs, LogprobWish, completion_logprobs
 from penstock.producers.gateway.openai_sampling import SamplingFields, generating_spec, sampling_of
 from penstock.producers.gateway.openai_texts import Head, OpenAiTexts, UsageView, line_job, reason_of
-from penstock.producers.gateway.request_headers import idempotency_key
 from penstock.producers.gateway.routing import Route
 from penstock.producers.gateway.tensors import decoded
 from penstock.producers.gateway.text_jobs import Delta, Text, TextRequest
@@ -88,11 +86,8 @@ class CompletionRoutes:
 
     async def complete(self, exchange: Exchange) -> None:
         """POST /v1/completions."""
-        key = idempotency_key(exchange)
         fields = decoded(await exchange.body(), CompletionFields)
-        request, shape = await self._asked(fields)
-        request = replace(request, idempotency_key=key, traceparent=exchange.header(b"traceparent"))
-        await self._texts.answer(fields, request, shape, exchange)
+        await self._texts.answer(fields, *await self._asked(fields), exchange)
 
     async def prepare_line(self, words: Mapping[str, str], body: bytes) -> LineJob:
         """The job of a line of a batch. Raises InvalidInput and UnknownModel."""

@@ -23,6 +23,7 @@ from penstock.producers.gateway.openai import openai_error
 from penstock.producers.gateway.openai_logprobs import LogprobWish
 from penstock.producers.gateway.openai_sampling import SamplingFields
 from penstock.producers.gateway.problems import problem_of
+from penstock.producers.gateway.request_headers import idempotency_key
 from penstock.producers.gateway.text_jobs import Delta, Text, TextJobs, TextRequest, TextUsage, texts_of
 from penstock.producers.gateway.token_counts import PackageTokenizers
 from penstock.registry.errors import InvalidInput, PenstockError
@@ -91,7 +92,12 @@ class OpenAiTexts:
         return LogprobWish(tokenizer.pieces, top)
 
     async def answer(self, fields: SamplingFields, request: TextRequest, shape: Shape, exchange: Exchange) -> None:
-        """As a stream where `fields` asks for one. Each text counts for the limits of the caller."""
+        """As a stream where `fields` asks for one. Each text counts for the limits of the caller.
+
+        The headers of the request join it here: its idempotency key, and its trace.
+        """
+        key, trace = idempotency_key(exchange), exchange.header(b"traceparent")
+        request = replace(request, idempotency_key=key, traceparent=trace)
         if (more := len(request.prompts) * request.choices - 1) > 0:
             await exchange.entry.spend(requests=more)
         if not fields.stream:

@@ -141,6 +141,10 @@ class Generation(Section):
     """Steps after which a waiting request rises by one priority."""
     packed_linears: Literal["auto", "on", "off"] = "auto"
     """Weights in oneDNN's layout; auto: where they are measured to be faster."""
+    attention: Literal["auto", "sdpa", "triton"] = "auto"
+    """Of decoding rows: sdpa over gathered pages, or a kernel in triton; auto: the kernel where it can run."""
+    cuda_graphs: bool = False
+    """On a GPU with the kernel, one launch for all kernels of a step in which every row decodes."""
     runtime_url: ServerUrl | None = None
     """Another server, with OpenAI's routes, that writes the texts; null: our engine does."""
     runtime_model: Annotated[str | None, Field(min_length=1, max_length=256)] = None
@@ -151,11 +155,6 @@ class Generation(Section):
     """Sampling fields that the server obeys beyond those of OpenAI, such as top_k and min_p."""
     runtime_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
     """Seconds that a job waits for the server: for the next bytes, and while it is away."""
-
-    attention: Literal["auto", "sdpa", "triton"] = "auto"
-    """Of decoding rows: sdpa over gathered pages, or a kernel in triton; auto: the kernel where it can run."""
-    cuda_graphs: bool = False
-    """On a GPU with the kernel, one launch for all kernels of a step in which every row decodes."""
 
     @model_validator(mode="before")
     @classmethod

@@ -14,9 +14,11 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock import Client
+from penstock import Client, JobHandle
 from tests.packages import write_double, write_raiser, write_recorder, write_sleeper
 from tests.servers import ROOT, RedisServer, WorkerProcess, redis_binaries, require
+
+_TEXT_S = 90.0
 
 
 class Fleet(NamedTuple):
@@ -96,3 +98,13 @@ def snapshot(worker: WorkerProcess, model: str) -> dict[str, Any]:
     """What the worker says about one model; empty before its first batch."""
     models = json.loads(probe(worker, "/snapshot")[1])["models"]
     return dict(models.get(model, {}))
+
+
+def read_text(job: JobHandle) -> tuple[str, list[str]]:
+    """(text, kinds of events) of a job that writes text."""
+    text, kinds = "", list[str]()
+    for event in job.stream(timeout=_TEXT_S):
+        kinds.append(event.type)
+        if event.type == "chunk":
+            text += str(event.data["text"])
+    return text, kinds

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import pytest
 from safetensors.torch import load_file, save_file
 
-from penstock import Cancelled, Client, InputRefused, JobHandle, ModelError, NonFiniteOutput
+from penstock import Cancelled, Client, InputRefused, ModelError, NonFiniteOutput
 from penstock.registry.errors import DeadLettered, ForwardTimeout
 from penstock.registry.queues import events_key
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.engine import Engine
-from tests.flow.conftest import Samples, amend
+from tests.flow.conftest import Samples, amend, read_text
 from tests.flow.poisoned_worker import POISON, PoisonedWorker
 from tests.servers import RedisServer, redis_binaries, require, wait_until
 from tests.workers.generation.engines import byte_tokenizer
@@ -105,16 +105,6 @@ def client(stage: Stage, worker: PoisonedWorker) -> Iterator[Client]:
         yield client
 
 
-def _read(job: JobHandle) -> tuple[str, list[str]]:
-    """(text, kinds of events) of a stream."""
-    text, kinds = "", list[str]()
-    for event in job.stream(timeout=PATIENCE_S):
-        kinds.append(event.type)
-        if event.type == "chunk":
-            text += str(event.data["text"])
-    return text, kinds
-
-
 def _sampled(worker: PoisonedWorker, name: str, model: str, **labels: str) -> float:
     return Samples(worker).total(name, model_name=model, **labels)
 
@@ -137,7 +127,7 @@ def test_jobs_at_fault_fail_alone(client: Client, stage: Stage):
     with pytest.raises(ModelError, match="ValueError: a token that is not right"):
         bad["raises"].result(PATIENCE_S)
     for job, prompt in zip(good, PROMPTS * 3, strict=True):
-        text, kinds = _read(job)
+        text, kinds = read_text(job)
         assert text == job.result(PATIENCE_S)["text"][0] == stage.expected(prompt)
         assert "reset" not in kinds
         assert job.info().attempt == 1
@@ -240,7 +230,7 @@ def test_broker_that_restarts_leaves_no_gap(client: Client, stage: Stage):
     long = SamplingParams(max_tokens=LONG - 100, temperature=0, ignore_eos=True)
     slow = client.submit("scribe", {"prompt": "x"}, options=long)
     with ThreadPoolExecutor(len(jobs) + 1) as pool:
-        reads = [pool.submit(_read, job) for job in (*jobs, slow)]
+        reads = [pool.submit(read_text, job) for job in (*jobs, slow)]
         with stage.server.client() as redis:
             wait_until(lambda: redis.xlen(events_key(slow.id)) >= 3, PATIENCE_S, "the long text has begun")
         stage.server.restart()
@@ -263,7 +253,7 @@ def test_step_that_hangs_costs_its_process_and_no_text(stage: Stage):
     workers = [stage.worker("hanging-0", "hanger", PENSTOCK_HOME=home)]
     with Client(stage.server.url) as client, ThreadPoolExecutor(8) as pool:
         jobs = [client.submit("hanger", {"prompt": prompt}, options=params) for prompt in PROMPTS]
-        reads = [pool.submit(_read, job) for job in jobs]
+        reads = [pool.submit(read_text, job) for job in jobs]
         with stage.server.client() as redis:
             wait_until(lambda: redis.exists(events_key(jobs[0].id)), PATIENCE_S, "a text has begun")
         bad = client.submit("hanger", {"prompt": f"a text with {POISON['hangs']} in it"}, options=params)

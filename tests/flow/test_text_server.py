@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from penstock import Client, InvalidInput, JobHandle, ModelError
+from penstock import Client, InvalidInput, ModelError
 from penstock.registry.queues import events_key
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.engine import Engine
 from tests.faults.proxy import Proxy
-from tests.flow.conftest import Samples
+from tests.flow.conftest import Samples, read_text
 from tests.gateway_process import GatewayProcess
 from tests.servers import RedisServer, WorkerProcess, redis_binaries, require, wait_until
 from tests.workers.generation.packages import write_writer
@@ -99,21 +99,11 @@ def client(stage: Stage, reader: WorkerProcess) -> Iterator[Client]:
         yield client
 
 
-def _read(job: JobHandle) -> tuple[str, list[str]]:
-    """(text, kinds of events) of a stream."""
-    text, kinds = "", list[str]()
-    for event in job.stream(timeout=PATIENCE_S):
-        kinds.append(event.type)
-        if event.type == "chunk":
-            text += str(event.data["text"])
-    return text, kinds
-
-
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_stream_is_the_text_of_the_engine(client: Client, stage: Stage, params: SamplingParams):
     """The deltas make up the result, whose usage is that of the server. A server names no tokens."""
     job = client.submit("relay", {"prompt": PROMPTS[1]}, options=params)
-    text, kinds = _read(job)
+    text, kinds = read_text(job)
     result = job.result(PATIENCE_S)
     assert text == result["text"][0] == stage.expected(PROMPTS[1], params)
     assert "chunk" in kinds
@@ -199,7 +189,7 @@ def test_stream_outlives_its_worker(stage: Stage, reader: WorkerProcess):
     params = replace(SEEDED, max_tokens=2000)
     with Client(stage.server.url) as client, ThreadPoolExecutor(1) as pool:
         job = client.submit("long-relay", {"prompt": "x"}, options=params)
-        read = pool.submit(_read, job)
+        read = pool.submit(read_text, job)
         with stage.server.client() as redis:
             wait_until(lambda: redis.xlen(events_key(job.id)) >= 2, PATIENCE_S, "the stream has begun")
         first.kill()

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.workers.batch_run import BatchRun
 from tests.packages import write_package
-from tests.workers.stepped import SteppedHarness, SteppedWorker, open_harness
+from tests.workers.stepped import KNOWN, SteppedHarness, SteppedWorker, make_known, open_harness
 
-KNOWN = 40
 _DOUBLE = """
 def build():
     return lambda inputs: {"y": inputs["x"] * 2}
@@ -31,23 +29,6 @@ def worker(harness: SteppedHarness, models_root: Path) -> SteppedWorker:
     return harness.start_worker()
 
 
-def begin(worker: SteppedWorker) -> BatchRun:
-    """The next forward has begun."""
-    worker.turn(2)
-    run = worker.begin()
-    assert run is not None
-    return run
-
-
-def make_known(harness: SteppedHarness, worker: SteppedWorker, seconds: float) -> None:
-    """The forwards of late took so long."""
-    for number in range(KNOWN):
-        harness.publish("double", number)
-        run = begin(worker)
-        harness.now += seconds
-        worker.end(run)
-
-
 def held(worker: SteppedWorker) -> int:
     return len(worker.drain.parts.leased)
 
@@ -56,7 +37,7 @@ def test_the_commit_of_a_short_forward_carries_the_next_claim(harness: SteppedHa
     """The blocking claim has taken what had come: no round trip of its own asks for more."""
     make_known(harness, worker, 0.002)
     harness.publish("double", 101.0, 102.0, 103.0)
-    run = begin(worker)
+    run = worker.begin_next()
     worker.turn(3)
     assert held(worker) == 1
     worker.end(run)
@@ -69,9 +50,9 @@ def test_a_busy_worker_claims_beside_a_short_forward(harness: SteppedHarness, wo
     """Its queue has jobs without end: they are opened meanwhile, and fill the next batch."""
     make_known(harness, worker, 0.002)
     harness.publish("double", *range(100, 106))
-    worker.end(begin(worker))
+    worker.end(worker.begin_next())
     executor = worker.drain.parts.executor
-    run = begin(worker)
+    run = worker.begin_next()
     executor.run(run)
     executor.finish("a", run)
     assert worker.begin() is not None
@@ -83,7 +64,7 @@ def test_a_long_forward_does_not_keep_jobs_from_being_claimed(harness: SteppedHa
     """They are opened meanwhile, and the device gets them at once."""
     make_known(harness, worker, 0.05)
     harness.publish("double", 101.0, 102.0, 103.0)
-    begin(worker)
+    worker.begin_next()
     worker.turn()
     assert held(worker) == 2
 
@@ -92,7 +73,7 @@ def test_a_forward_that_takes_longer_than_those_before_delays_no_claim(harness: 
     """It may hang: the jobs of other models must not wait for it."""
     make_known(harness, worker, 0.002)
     harness.publish("double", 101.0, 102.0, 103.0)
-    begin(worker)
+    worker.begin_next()
     worker.turn()
     assert held(worker) == 1
     harness.now += 0.01
@@ -107,7 +88,7 @@ def test_jobs_that_wait_beside_a_short_forward_are_joined_by_others(models_root:
         worker = harness.start_worker()
         make_known(harness, worker, 0.002)
         harness.publish("double", 101.0)
-        begin(worker)
+        worker.begin_next()
         # As many as the blocking claim takes now, and more than that.
         harness.publish("double", 102.0, 103.0)
         worker.turn()

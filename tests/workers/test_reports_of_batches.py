@@ -8,9 +8,8 @@ import pytest
 
 from penstock.workers.batch_run import BatchRun
 from tests.packages import write_package
-from tests.workers.stepped import SteppedHarness, SteppedWorker
+from tests.workers.stepped import KNOWN, SteppedHarness, SteppedWorker, make_known
 
-KNOWN = 40
 _DOUBLE = """
 def build():
     return lambda inputs: {"y": inputs["x"] * 2}
@@ -22,14 +21,6 @@ def worker(harness: SteppedHarness, models_root: Path) -> SteppedWorker:
     """A worker whose batches have one job."""
     write_package(models_root, "double", _DOUBLE, max_batch_size=1)
     return harness.start_worker()
-
-
-def begin(worker: SteppedWorker) -> BatchRun:
-    """The next forward has begun."""
-    worker.turn(2)
-    run = worker.begin()
-    assert run is not None
-    return run
 
 
 def commit_beside(worker: SteppedWorker, run: BatchRun) -> BatchRun:
@@ -52,14 +43,10 @@ def reported(worker: SteppedWorker) -> int:
 def test_a_report_waits_for_the_exchange_of_a_short_forward(harness: SteppedHarness, worker: SteppedWorker):
     """It costs the short forward nothing, and none is lost."""
     # The forwards of late decide, and nothing is known of the first ones. Shorter ones need no thread of their own.
-    for number in range(KNOWN):
-        harness.publish("double", number)
-        run = begin(worker)
-        harness.now += 0.002
-        worker.end(run)
+    make_known(harness, worker, 0.002)
     assert reported(worker) == KNOWN
     harness.publish("double", 101.0, 102.0, 103.0)
-    second = commit_beside(worker, begin(worker))
+    second = commit_beside(worker, worker.begin_next())
     assert reported(worker) == KNOWN
     # The commit of the second job carries the claim of the third one, and the report of the first one beside it.
     worker.turn()
@@ -73,7 +60,7 @@ def test_a_report_waits_for_the_exchange_of_a_short_forward(harness: SteppedHarn
 def test_a_report_does_not_wait_for_a_long_forward(harness: SteppedHarness, worker: SteppedWorker):
     """Nobody waits for the end of a job whose successor runs for long."""
     harness.publish("double", 1.0, 2.0)
-    first = begin(worker)
+    first = worker.begin_next()
     harness.now += 0.05
     commit_beside(worker, first)
     assert reported(worker) == 1

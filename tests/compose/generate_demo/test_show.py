@@ -14,9 +14,10 @@ from tests.compose.conftest import penstock
     [
         (["--safety"], "Found --generate and --safety, expected one of them"),
         (["--ask", "x"] * 9, "--ask: found 9 texts, expected at most 8 with --generate"),
+        (["--ask", "x" * 101], "--ask: found a text of 101 characters, expected at most 100"),
         (["--ask", " "], "--ask: found an empty text, expected the beginning of one"),
     ],
-    ids=["two demos", "too many texts", "empty text"],
+    ids=["two demos", "too many texts", "too long", "empty text"],
 )
 def test_wrong_options_are_refused_at_once(tmp_path: Path, arguments: list[str], expected: str):
     """In one line, and the home stays empty."""
