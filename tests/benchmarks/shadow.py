@@ -1,11 +1,13 @@
 """What a shadow costs the jobs: the worker at half load, with a shadow of 10 %, against the same without one.
 
-One worker, whose conditions take turns: off, a shadow worker that gives way, none, a slow one, a crashing one, a full
-queue.
-Between two conditions the shadow is off, so that each is compared with the run before it and the run after it. Jobs
-come at the rate at which the worker without a shadow uses half of a core: near its limit, its batches grow or shrink by
-chance, and with them CPU and latency. Redis rewrites its append-only file between the runs and not during them, and
-results are kept for some seconds only: a rewrite takes a core for a second, and would meet some runs and not others.
+One worker, and five conditions, one after the other: a shadow worker that gives way, none, a slow one, a crashing one,
+a full queue. In each of them, short runs with and without the shadow take turns, so that each is compared with the run
+before it and the run after it: the speed of the machine changes within seconds. The shadow worker runs all the time.
+
+Jobs come at the rate at which the worker without a shadow uses half of a core: near its limit, its batches grow or
+shrink by chance, and with them CPU and latency. Redis rewrites its append-only file between the runs and not during
+them, and results are kept for some seconds only: a rewrite takes a core for a second, and would meet some runs and not
+others.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -26,7 +28,7 @@ from penstock.registry.broker.redis_shadow import RedisShadow
 from penstock.registry.settings import Settings
 from penstock.registry.shadow import ShadowOrder
 from tests.benchmarks import mlp
-from tests.benchmarks.harness import Harness
+from tests.benchmarks.harness import Harness, Program
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
 from tests.servers import RedisServer, WorkerProcess, wait_until
@@ -34,14 +36,16 @@ from tests.servers import RedisServer, WorkerProcess, wait_until
 __all__ = ["measure"]
 
 _SHARE: Final = 0.1
-_ROUNDS_PER_ROUND: Final = 3
-"""9 rounds at full scale: the differences are small."""
+_PAIRS_PER_ROUND: Final = 9
+_RUN_S: Final = 2.0
+"""27 pairs of short runs at full scale: two neighbours differ by a tenth, by chance."""
 _BURST: Final = 8
 _RATE_RUNS: Final = 4
 _FIRST_RATE: Final = 2000.0
 _HALF: Final = 0.5
-_CRASHES_S: Final = 20.0
-"""A run with a crashing candidate has the pause of its restart in it, too."""
+_CRASHING_PAIRS_PER_ROUND: Final = 3
+_CRASHING_RUN_S: Final = 15.0
+"""With a crashing candidate: the run has the pauses of its restarts in it, too."""
 _FAR_MS: Final = 10**13
 _RESULT_TTL_S: Final = "10"
 _OFF: Final = "off"
@@ -107,17 +111,25 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
         worker = harness.worker(server, "mlp", models_root=root)
         stage = _Stage(harness, server, worker, root)
         rate = _half_load(stage, scale)
-        jobs = scale.jobs // 2
-        pairs: dict[str, list[_Pair]] = {name: [] for name in _CONDITIONS}
-        before = stage.run(_OFF, jobs, rate)
-        for number in range(scale.rounds * _ROUNDS_PER_ROUND):
-            for name, runs in pairs.items():
-                on = stage.run(name, max(jobs, int(rate * _CRASHES_S)) if name == "crashing" else jobs, rate)
-                after = stage.run(_OFF, jobs, rate)
-                runs.append(_Pair(on, before, after))
-                say(f"shadow {number + 1}: {name}: {on}, off: {after}")
-                before = after
+        pairs = {name: _pairs(stage, name, scale, rate, say) for name in _CONDITIONS}
     return [_row(name, runs, rate) for name, runs in pairs.items()]
+
+
+def _pairs(stage: _Stage, name: str, scale: Scale, rate: float, say: Progress) -> list[_Pair]:
+    crashes = name == "crashing"
+    number = scale.rounds * (_CRASHING_PAIRS_PER_ROUND if crashes else _PAIRS_PER_ROUND)
+    # At most as many jobs as another row has: a quick run is short.
+    jobs = min(scale.jobs * 4, int(rate * (_CRASHING_RUN_S if crashes else _RUN_S)))
+    found: list[_Pair] = []
+    with stage.shadow_worker(name):
+        before = stage.run(_OFF, jobs, rate)
+        for turn in range(number):
+            on = stage.run(name, jobs, rate)
+            after = stage.run(_OFF, jobs, rate)
+            found.append(_Pair(on, before, after))
+            say(f"shadow {name} {turn + 1}: {on}, off: {after}")
+            before = after
+    return found
 
 
 def _row(name: str, pairs: Sequence[_Pair], rate: float) -> Row:
@@ -145,13 +157,33 @@ class _Stage:
     def __init__(self, harness: Harness, server: RedisServer, worker: WorkerProcess, root: Path) -> None:
         self._harness, self._server, self._worker, self._root = harness, server, worker, root
         self._settings = Settings.load(environ={**harness.settings, "PENSTOCK_REDIS_URL": server.url})
+        self._shadow: Program | None = None
         self._seed = 0
+
+    @contextmanager
+    def shadow_worker(self, name: str) -> Iterator[None]:
+        """Inside of it, the shadow worker of a condition runs, if it has one, and waits for orders."""
+        _, has_worker, _ = _CONDITIONS[name]
+        if not has_worker:
+            yield
+            return
+        environment = {
+            **self._harness.settings,
+            "PENSTOCK_REDIS_URL": self._server.url,
+            "PENSTOCK_INFERENCE_REPO_ROOT": str(self._root),
+        }
+        self._shadow = self._harness.program("penstock", ["shadow", "run", "mlp"], environment)
+        try:
+            yield
+        finally:
+            self._shadow.stop()
+            self._shadow = None
 
     def run(self, name: str, jobs: int, rate: float) -> _Taken:
         """So many jobs under one condition."""
         self._rewrite_file()
-        with ExitStack() as ends, closing(RedisShadow.from_url(self._server.url)) as end:
-            order = self._begin(name, end, ends) if name != _OFF else None
+        with closing(RedisShadow.from_url(self._server.url)) as end:
+            order = self._begin(name, end) if name != _OFF else None
             self._seed += 1
             before_us = _cpu_us(self._worker.pid)
             latencies, failed = asyncio.run(_paced(self._settings, jobs, rate, self._seed))
@@ -173,21 +205,19 @@ class _Stage:
             redis.bgrewriteaof()
             wait_until(has_ended, 60, "the file is rewritten")
 
-    def _begin(self, name: str, end: RedisShadow, ends: ExitStack) -> ShadowOrder:
-        candidate, has_worker, caps = _CONDITIONS[name]
+    def _begin(self, name: str, end: RedisShadow) -> ShadowOrder:
+        candidate, _, caps = _CONDITIONS[name]
+        loads = self._loads()
         order = ShadowOrder.new("mlp", candidate, _SHARE, until_ms=_FAR_MS, canary_pairs=0, **caps)
         end.start(order, order.seal())
         self._await_log("answered jobs are mirrored")
-        if has_worker:
-            environment = {
-                **self._harness.settings,
-                "PENSTOCK_REDIS_URL": self._server.url,
-                "PENSTOCK_INFERENCE_REPO_ROOT": str(self._root),
-            }
-            program = self._harness.program("penstock", ["shadow", "run", "mlp"], environment)
-            ends.callback(program.stop)
-            program.wait_for("the candidate is loaded")
+        if self._shadow is not None:
+            wait_until(lambda: self._loads() > loads, 60, "the candidate is loaded")
         return order
+
+    def _loads(self) -> int:
+        """How often the shadow worker has loaded a candidate."""
+        return 0 if self._shadow is None else self._shadow.output.read_text().count("the candidate is loaded")
 
     def _finish(self, end: RedisShadow) -> None:
         end.stop("mlp")
