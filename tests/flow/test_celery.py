@@ -27,7 +27,7 @@ from penstock import Client
 from penstock.registry.envelope import Keyring
 from penstock.registry.errors import Cancelled, ModelError, UnknownJob
 from penstock.registry.package import load_package
-from penstock.registry.queues import lane_key
+from penstock.registry.queues import CELERY_QUEUE, lane_key
 from tests.conftest import StartWorker
 from tests.flow.conftest import Fleet, Samples
 from tests.packages import recorded_forwards, write_double, write_package, write_raiser, write_recorder, write_sleeper
@@ -341,6 +341,9 @@ def test_followers_survive_the_worker(redis_server: RedisServer, models_root: Pa
         # Celery's side of the worker holds this one when the worker dies.
         delayed = chain(infer(sender, "task-sleeper"), sender.signature("after"), app=sender)
         steps.append(started(delayed, countdown=5))
+        with redis_server.client() as client:
+            # kombu takes a message off its queue before it records that: a kill in between would lose it.
+            wait_until(lambda: client.hlen(f"{CELERY_QUEUE}:unacked") == 1, 30, "the worker holds the message")
         first.kill()
         start_worker(redis_server, models_root)
         with redis_server.client() as client:
