@@ -64,9 +64,8 @@ def flat_batch(
     rules: Iterable[LayerRule],
     device: TorchDevice,
     most_groups: int = MOST_GROUPS,
-    least_width: int = 0,
 ) -> FlatBatch:
-    """chunks: of one step, at least one. rules: all kinds of layers of the model. least_width: of tables, in pages."""
+    """chunks: of one step, at least one. rules: all kinds of layers of the model."""
     rules = tuple(rules)
     groups: list[_Group] = []
     ids: list[int] = []
@@ -83,7 +82,8 @@ def flat_batch(
             pages = sequence.pages[: -(-end // page_size)]
             tables.append(pages)
             if chunk.num_tokens == 1:
-                ids.append(sequence.tokens[begin])
+                # A token that a launched step chooses has no number on the host yet.
+                ids.append(sequence.tokens[begin] if begin < len(sequence.tokens) else 0)
                 positions.append(begin)
                 slots.append(pages[-1] * page_size + begin % page_size)
             else:
@@ -94,7 +94,7 @@ def flat_batch(
                 keep += range(len(ids) - wanted, len(ids))
                 sampling.append(chunk)
         firsts, queries = [chunk.start for chunk in rows], rows[0].num_tokens
-        made = {rule: page_table(tables, firsts, queries, rule, page_size, least_width) for rule in rules}
+        made = {rule: page_table(tables, firsts, queries, rule, page_size) for rule in rules}
         groups.append(_Group(start, queries, firsts, made))
     parts = [ids, positions, slots, keep]
     for group in groups:

@@ -20,7 +20,7 @@ Precision = Literal["fp32", "bf16"]
 AttentionChoice = Literal["auto", "sdpa", "triton"]
 _ATTENTION: Final = ("auto", "sdpa", "triton")
 _PRECISIONS: Final = ("fp32", "bf16")
-_PACKING: Final = ("auto", "on", "off")
+_SWITCH: Final = ("auto", "on", "off")
 _DEVICE: Final = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 
 
@@ -97,8 +97,10 @@ class Config:
     """cpu, cuda or cuda:N."""
     attention: AttentionChoice = "auto"
     """Of decoding rows: sdpa over gathered pages, or the kernel in triton; auto: the kernel where it can run."""
-    cuda_graphs: bool = False
+    cuda_graphs: bool = True
     """On a GPU with the kernel, one launch for all kernels of a step in which every row decodes."""
+    async_scheduling: Literal["auto", "on", "off"] = "auto"
+    """Launch a step of decoding rows before the tokens of the last one are read; auto: on a GPU."""
     packed_linears: Literal["auto", "on", "off"] = "auto"
     """Weights in oneDNN's layout: auto measures at load and keeps what is faster."""
     cache_dir: str | Path | None = None
@@ -117,7 +119,8 @@ class Config:
         _check_bool("cuda_graphs", self.cuda_graphs)
         for name, value, expected in (
             ("precision", self.precision, _PRECISIONS),
-            ("packed_linears", self.packed_linears, _PACKING),
+            ("packed_linears", self.packed_linears, _SWITCH),
+            ("async_scheduling", self.async_scheduling, _SWITCH),
             ("attention", self.attention, _ATTENTION),
         ):
             if value not in expected:

@@ -49,6 +49,11 @@ class ForwardAttempts:
         """Tokens of one forward that are tried."""
         self._steps_since = 0
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether forwards have fewer tokens for a while."""
+        return self._most < self._whole
+
     def run(self, chunks: Sequence[Chunk]) -> Attempted:
         """Computes as many of the chunks as can be computed. Raises DeviceLost, and what is no Exception."""
         attempted, before = Attempted(), self._most

@@ -12,6 +12,7 @@ import torch
 
 from penstock.workers.generation.attention import KeyValuePools
 from penstock.workers.generation.decode_graphs import DecodeGraphs, is_decoding
+from penstock.workers.generation.launched_step import LaunchedStep
 from penstock.workers.generation.model import Decoder
 from penstock.workers.generation.scheduler import Chunk
 
@@ -30,11 +31,18 @@ class Forwards:
         is_possible = has_graphs and decoder.device.is_cuda and decoder.kernel is not None
         self.graphs: Final = DecodeGraphs(decoder, self._pools) if is_possible else None
 
-    def logits(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, Sequence[Chunk]]:
-        """(S, V) in fp32, and the chunks that they are of. They stand until the next call."""
+    def logits(
+        self, chunks: Sequence[Chunk], launched: LaunchedStep | None = None
+    ) -> tuple[torch.Tensor, Sequence[Chunk]]:
+        """(S, V) in fp32, and the chunks that they are of. They stand until the next call.
+
+        launched: the step that chooses the tokens of these chunks, each of which is one.
+        """
         if self.graphs is not None and is_decoding(chunks):
-            return self.graphs.forward(chunks)
+            return self.graphs.forward(chunks, None if launched is None else launched.tokens_of(chunks)), chunks
         batch = self.decoder.batch(chunks, self._pools.page_size)
+        if launched is not None:
+            batch.input_ids[0].copy_(launched.tokens_of(batch.sampling))
         logits, _ = self.decoder.forward(batch, self._pools)
         return logits, batch.sampling
 

@@ -58,11 +58,11 @@ class Decoder:
         """The architecture, for messages."""
         return type(self.model).__name__
 
-    def batch(self, chunks: Sequence[Chunk], page_size: int, least_width: int = 0) -> FlatBatch:
-        """The tensors of a step's plan, on the model's device. least_width: of page tables."""
+    def batch(self, chunks: Sequence[Chunk], page_size: int) -> FlatBatch:
+        """The tensors of a step's plan, on the model's device."""
         # The kernel reads as many keys of each row as it has: nothing is filled up, and one call does for all rows.
         groups = MOST_GROUPS if self.kernel is None else 1
-        return flat_batch(chunks, page_size, dict.fromkeys(self.rules), self.device, groups, least_width)
+        return flat_batch(chunks, page_size, dict.fromkeys(self.rules), self.device, groups)
 
     def forward(self, batch: FlatBatch, pools: KeyValuePools) -> tuple[torch.Tensor, list[int]]:
         """Returns (logits (S, V) in fp32, layers that called the attention)."""

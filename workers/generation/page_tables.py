@@ -31,12 +31,8 @@ def page_table(
     num_queries: int,
     rule: LayerRule,
     page_size: int,
-    least_width: int = 0,
 ) -> PageTable:
-    """pages: of each row from position 0 on, as far as its last query. first_positions: of each row's first query.
-
-    least_width: of the tables, in pages.
-    """
+    """pages: of each row from position 0 on, as far as its last query. first_positions: of each row's first query."""
     numbers: list[int] = []
     if rule.reach is None:
         width, tables = max(map(len, pages)), pages
@@ -46,7 +42,6 @@ def page_table(
         tables = [row[first:] for row, first in zip(pages, firsts, strict=True)]
         width = max(map(len, tables))
         starts = [first * page_size for first in firsts]
-    width = max(width, least_width)
     for table in tables:
         numbers += table
         numbers += [0] * (width - len(table))

@@ -52,6 +52,8 @@ class GenerationRequest:
     tokenizer: Any
     stream: TextStream | None
     matcher: TextMatcher | None = None
+    is_free_of_host: bool = False
+    """Whether its tokens can be chosen on the device alone."""
     siblings: list[GenerationRequest] = field(default_factory=list)
     """The other texts of the request: the first text has them."""
     elder: GenerationRequest | None = None

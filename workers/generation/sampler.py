@@ -24,7 +24,7 @@ from penstock.workers.generation.logit_changes import change_logits
 from penstock.workers.generation.noise import gumbel, row_key
 from penstock.workers.generation.sampling_row import SamplingRow
 
-__all__ = ["Sampled", "logprobs_at", "sample"]
+__all__ = ["Sampled", "is_free_of_host", "logprobs_at", "sample", "sample_on_device"]
 
 _PREFILTER: Final = 256
 _BLOCK: Final = 1 << 18
@@ -43,6 +43,30 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
     # A forward's logits can be changed in its mode only.
     with torch.inference_mode():
         return _sample(logits, rows)
+
+
+def is_free_of_host(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether a token can be chosen without a look at the tokens before it, and without a read in between."""
+    if params.has_penalties or params.is_structured or params.bad_words or params.min_tokens or params.logit_bias:
+        return False
+    if params.allowed_token_ids is not None or params.logprobs is not None or params.num_candidates > params.n:
+        return False
+    # The most probable tokens decide a row for certain where top_k, or the vocabulary, leaves no others.
+    is_decided = 0 < params.top_k <= _PREFILTER or vocab_size <= _PREFILTER
+    return params.is_greedy or is_decided or not _is_filtered(params, vocab_size)
+
+
+def sample_on_device(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Nothing is read: returns (2, S) int64 on the device, the tokens, and whether the logits of each are finite.
+
+    logits: (S, V) float32. rows: those for which `is_free_of_host` holds, or none at all where every one is greedy.
+    """
+    with torch.inference_mode():
+        best, chosen = logits.max(-1)
+        is_finite = torch.isfinite(best)
+        if drawn := [at for at, row in enumerate(rows) if not row.params.is_greedy]:
+            chosen, _, _ = _drawn_on_device(logits, rows, drawn, chosen, is_finite)
+        return torch.stack((chosen, is_finite.long()))
 
 
 def logprobs_at(logits: torch.Tensor, token: int, number: int) -> dict[int, float]:
@@ -87,6 +111,21 @@ def _drawn(
 
     Rows that are not finite are drawn, too: which ones they are is known on the host when all tokens are.
     """
+    all_chosen, is_decided, filtered = _drawn_on_device(logits, rows, drawn, chosen, finite)
+    found, is_finite, decided_rows = _read(all_chosen, finite, is_decided)
+    if undecided := [at for at in filtered if is_finite[at] and not decided_rows[at]]:
+        size = logits.shape[-1]
+        again = _Settings.of(rows, undecided, size, logits.device)
+        whole, _ = _from_top(logits.index_select(0, again.places), again, size)
+        for at, token in zip(undecided, whole.cpu().tolist(), strict=True):
+            found[at] = token
+    return found, is_finite
+
+
+def _drawn_on_device(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], drawn: Sequence[int], chosen: torch.Tensor, finite: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """(tokens of all rows, whether each is decided, the rows that have filters); `chosen` has those of greedy rows."""
     size = logits.shape[-1]
     filtered = [at for at in drawn if _is_filtered(rows[at].params, size)]
     free = [at for at in drawn if not _is_filtered(rows[at].params, size)]
@@ -103,13 +142,7 @@ def _drawn(
         rest = settings.part(number, len(drawn))
         all_tokens = torch.arange(size, device=logits.device).expand(len(free), -1)
         tokens.append((own[number:].double() / rest.temperature + gumbel(rest.keys, all_tokens)).argmax(-1))
-    found, is_finite, decided_rows = _read(chosen.index_copy(0, settings.places, torch.cat(tokens)), finite, is_decided)
-    if undecided := [at for at in filtered if is_finite[at] and not decided_rows[at]]:
-        again = _Settings.of(rows, undecided, size, logits.device)
-        whole, _ = _from_top(logits.index_select(0, again.places), again, size)
-        for at, token in zip(undecided, whole.cpu().tolist(), strict=True):
-            found[at] = token
-    return found, is_finite
+    return chosen.index_copy(0, settings.places, torch.cat(tokens)), is_decided, filtered
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +167,9 @@ class _Settings:
         most = [each.top_k if 0 < each.top_k < vocab_size else vocab_size for each in params]
         columns = [(each.temperature, kept, each.top_p, each.min_p) for each, kept in zip(params, most, strict=True)]
         floats = np.array(columns, np.float64).T
-        placed = torch.from_numpy(np.concatenate((integers, np.ascontiguousarray(floats).view(np.int64)))).to(device)
+        host = torch.from_numpy(np.concatenate((integers, np.ascontiguousarray(floats).view(np.int64))))
+        # A copy out of pageable memory waits for the device's other work.
+        placed = host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
         return cls(*placed[:2], *placed[2:].view(torch.float64)[:, :, None])
 
     def part(self, start: int, end: int) -> _Settings:

@@ -7,6 +7,7 @@
                running requests, decoding ones first, within the budget of tokens; out of pages, the last is preempted
                waiting requests, where nobody was preempted for pages
     record():  what was computed, and the sampled tokens
+    launch(), confirm():  the same for a step whose tokens are read after the next one was planned
 
 A preempted request gives its pages back and keeps its place, its tokens and its age. It computes its tokens again when
 it returns, without those that the prefix cache still has. The request that is first in order can always run: each
@@ -61,11 +62,25 @@ class Sequence:
     """Every token of the prompt is computed, and its logits are wanted."""
     donor: Sequence | None = None
     """A request with the same prompt, whose full pages of it are shared while it runs."""
+    most_tokens: int = 0
+    """Of the prompt and the text together; 0: no limit."""
+    num_ahead: int = 0
+    """Tokens behind `tokens` that a launched step chooses: it was not read yet which ones they are."""
+
+    @property
+    def num_known(self) -> int:
+        """Tokens with their places: those that are chosen now have one each."""
+        return len(self.tokens) + self.num_ahead
 
     @property
     def num_left(self) -> int:
         """Tokens to compute before the next one can be sampled."""
-        return len(self.tokens) - self.num_computed
+        return len(self.tokens) + self.num_ahead - self.num_computed
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the launched steps choose its last token."""
+        return self.num_ahead > 0 and 0 < self.most_tokens <= self.num_known
 
 
 class Chunk(NamedTuple):
@@ -86,7 +101,7 @@ class Chunk(NamedTuple):
 
     @property
     def samples(self) -> bool:
-        return self.end == len(self.sequence.tokens)
+        return self.end == len(self.sequence.tokens) + self.sequence.num_ahead
 
     @property
     def num_logits(self) -> int:
@@ -181,6 +196,24 @@ class Scheduler:
                 self._publish(sequence)
                 sequence.tokens.append(token)
 
+    def launch(self, chunks: Iterable[Chunk]) -> None:
+        """These chunks are being computed, one token each, and each chooses one. `confirm` tells it later."""
+        for chunk in chunks:
+            sequence = chunk.sequence
+            sequence.num_computed = chunk.end
+            sequence.num_written = max(sequence.num_written, chunk.end)
+            sequence.num_ahead += 1
+
+    def confirm(self, chunk: Chunk, token: int) -> None:
+        """The token that a launched chunk has chosen, from finite logits."""
+        sequence = chunk.sequence
+        # A request that lost its pages computes them again, with this token.
+        if sequence.num_ahead:
+            sequence.num_ahead -= 1
+            sequence.num_verified = chunk.end
+            self._publish(sequence)
+        sequence.tokens.append(token)
+
     def disturb(self, chunks: Iterable[Chunk]) -> None:
         """The forward of these chunks has failed, and may have written some of their keys and values."""
         for chunk in chunks:
@@ -197,7 +230,7 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         ordered = sorted(self.running, key=self._order)
         # A seat has a token of the budget, so no decoding request waits for a long prompt.
-        decoding = [one for one in ordered if one.num_left == 1]
+        decoding = [one for one in ordered if one.num_left == 1 and not one.is_full]
         spare = budget - len(decoding)
         for sequence in decoding:
             if (victims and sequence in victims) or not self._grow(sequence, 1, victims):
@@ -352,6 +385,7 @@ class Scheduler:
             self._unverified.extend(freed)
         sequence.pages = []
         sequence.num_computed = sequence.num_verified = sequence.num_written = sequence.num_published = 0
+        sequence.num_ahead = 0
         sequence.parent = 0
 
     def _publish(self, sequence: Sequence) -> None:

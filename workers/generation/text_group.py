@@ -23,7 +23,13 @@ def add_siblings(first: GenerationRequest) -> None:
     """Makes the other texts of a request, which share the pages of the prompt with the first."""
     own = first.sequence
     for index in range(1, first.params.num_candidates):
-        sequence = Sequence(f"{own.request_id}{_SEPARATOR}{index}", list(own.tokens), own.num_prompt, donor=own)
+        sequence = Sequence(
+            f"{own.request_id}{_SEPARATOR}{index}",
+            list(own.tokens),
+            own.num_prompt,
+            donor=own,
+            most_tokens=own.most_tokens,
+        )
         first.siblings.append(
             GenerationRequest(
                 sequence=sequence,
@@ -34,6 +40,7 @@ def add_siblings(first: GenerationRequest) -> None:
                 tokenizer=first.tokenizer,
                 stream=None if first.stream is None else TextStream(first.tokenizer, first.params.stop),
                 matcher=None if first.matcher is None else first.matcher.copy(),
+                is_free_of_host=first.is_free_of_host,
                 elder=first,
                 deadline_s=first.deadline_s,
             )

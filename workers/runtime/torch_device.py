@@ -6,7 +6,7 @@ Importing this module does not import torch. A TorchDevice imports it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -117,6 +117,21 @@ class TorchDevice:
             held = held.clone()
         array: Array = held.cpu().numpy()
         return array
+
+    def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begins to copy the tensor to the host. The returned function waits for the copy, and for nothing later."""
+        if not self.is_cuda:
+            return tensor.cpu
+        host = self._torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        copied = self._torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record(self._torch.cuda.current_stream(self.device))
+
+        def waited() -> torch.Tensor:
+            copied.synchronize()
+            return host
+
+        return waited
 
     def cast(self, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
         """A floating tensor in the dtype of that name; any other tensor unchanged."""

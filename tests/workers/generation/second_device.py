@@ -9,7 +9,7 @@ what is copied. It shows nothing about CUDA: its kernels, their precision, and t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -119,6 +119,10 @@ class SecondDevice(TorchDevice):
     def host_tensor(self, array: Any) -> torch.Tensor:
         """Not pinned: only a GPU has pinned memory."""
         return torch.from_numpy(array)
+
+    def start_download(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Copied when it is read: only a GPU copies while the program goes on."""
+        return tensor.cpu
 
     def release_memory(self) -> None:
         """Nothing is cached."""

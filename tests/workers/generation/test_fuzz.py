@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def assert_pages(engine: Engine) -> None:
     assert all(not each.pages for each in engine.scheduler.waiting)
 
 
-def run(engines: tuple[Engine, Engine], seed: int) -> None:
+def run(engines: tuple[Engine, Engine], seed: int, kinds: Sequence[dict[str, Any]] = KINDS) -> None:
     """Requests come and are aborted at random, then all that are left end."""
     roomy, tight = engines
     chosen = random.Random(seed)
@@ -55,7 +56,7 @@ def run(engines: tuple[Engine, Engine], seed: int) -> None:
     for turn in range(14):
         if chosen.random() < 0.5:
             prompt = [*shared[: chosen.randrange(24)], *(chosen.randrange(1, 250) for _ in range(1, 6))]
-            options = {"seed": turn, "max_tokens": chosen.randrange(1, 40), **chosen.choice(KINDS)}
+            options = {"seed": turn, "max_tokens": chosen.randrange(1, 40), **chosen.choice(kinds)}
             name = f"{seed}-{turn}"
             tight.add_request(name, prompt, options, priority=chosen.choice(["critical", "high", "normal", "low"]))
             asked[name] = prompt, options
