@@ -269,9 +269,9 @@ def _precise(precision: Precision) -> Callable[[Progress], tuple[str, bool, dict
     return run
 
 
-def _generates(rows: int) -> Callable[[Progress], tuple[str, bool, dict[str, float]]]:
+def _generates(rows: int, **options: bool) -> Callable[[Progress], tuple[str, bool, dict[str, float]]]:
     """Decoding of a model of random weights in bf16."""
-    return lambda say: gpu_generation.decoding(_DEVICE, ONE_BILLION, rows=rows)
+    return lambda say: gpu_generation.decoding(_DEVICE, ONE_BILLION, rows=rows, **options)
 
 
 def _replays(say: Progress) -> tuple[str, bool, dict[str, float]]:
@@ -308,6 +308,16 @@ CHECKS: Final = (
         "generation, 1.5 billion parameters in bf16, 64 rows of 512 tokens: tokens/s, share of the bandwidth of copies",
         ">= 50 %",
         _generates(64),
+    ),
+    Check(
+        "generation, the same with compile_decoding",
+        ">= 50 %",
+        _generates(64, compile_decoding=True),
+    ),
+    Check(
+        "generation, the same for one row with compile_decoding",
+        "",
+        _generates(1, compile_decoding=True),
     ),
     Check(
         "generation, the same, CUDA graphs against none at " + ", ".join(map(str, _GRAPH_ROWS)) + " rows: tokens/s",

@@ -5,6 +5,7 @@ the forwards, and the readings of device memory, come in as `probe` (workers/ver
       --> forwards around there, until the most rows that fit are known
 
 The chosen number of rows was run: its reading is within the limit, and one row more is beyond the limit or the ceiling.
+After a forward that did not fit, it was run once more, and rows were left out until it fitted.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from penstock.registry.errors import ConfigurationError
 
 __all__ = ["Calibration", "MemoryReading", "calibrate"]
+
+_STEPS_DOWN = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,11 @@ def calibrate(
             fitting = rows
         else:
             beyond = rows
+    # A forward that did not fit may leave less than it found, so what is chosen is run once more behind it.
+    while fitting and readings[-1].rows != fitting and any(reading.used_bytes is None for reading in readings):
+        readings.append(probe(fitting))
+        if not _fits(readings[-1], limit_bytes):
+            fitting -= max(1, fitting // _STEPS_DOWN)
     if not fitting:
         raise ConfigurationError(
             f"One row does not leave {headroom_pct} % of the device's memory free. "

@@ -24,9 +24,21 @@ from transformers import AttentionInterface
 
 from penstock.workers.generation.layer_rules import LayerRule
 
-__all__ = ["DecodeKernel", "KeyValuePools", "NAME", "RowGroup", "StepContext", "View", "in_step", "register"]
+__all__ = [
+    "COMPILED_NAME",
+    "DecodeKernel",
+    "KeyValuePools",
+    "NAME",
+    "RowGroup",
+    "StepContext",
+    "View",
+    "in_step",
+    "register",
+]
 
 NAME: Final = "penstock_paged"
+COMPILED_NAME: Final = "penstock_paged_opaque"
+"""The same function, into which torch's compiler does not look."""
 
 
 class View(NamedTuple):
@@ -171,6 +183,7 @@ def in_step(context: StepContext) -> Iterator[None]:
 def register() -> None:
     """Makes the function known to transformers."""
     AttentionInterface.register(NAME, paged_attention)
+    AttentionInterface.register(COMPILED_NAME, torch.compiler.disable(paged_attention))  # type: ignore[no-untyped-call]
 
 
 def paged_attention(

@@ -99,6 +99,8 @@ class Config:
     """Of decoding rows: sdpa over gathered pages, or the kernel in triton; auto: the kernel where it can run."""
     cuda_graphs: bool = True
     """On a GPU with the kernel, one launch for all kernels of a step in which every row decodes."""
+    compile_decoding: bool = False
+    """The model in these graphs is compiled: faster steps, and seconds for the first graphs of an engine."""
     async_scheduling: Literal["auto", "on", "off"] = "auto"
     """Launch a step of decoding rows before the tokens of the last one are read; auto: on a GPU."""
     packed_linears: Literal["auto", "on", "off"] = "auto"
@@ -117,6 +119,7 @@ class Config:
             found = described(self.cache.hbm_utilization)
             raise ConfigurationError(f"hbm_utilization: found {found} on a CPU, expected kv_cache_mb in its place")
         _check_bool("cuda_graphs", self.cuda_graphs)
+        _check_bool("compile_decoding", self.compile_decoding)
         for name, value, expected in (
             ("precision", self.precision, _PRECISIONS),
             ("packed_linears", self.packed_linears, _SWITCH),

@@ -24,18 +24,23 @@ import torch
 from penstock.registry.tensors import Array
 from penstock.workers.generation.attention import KeyValuePools, RowGroup, View
 from penstock.workers.generation.batch import FlatBatch
+from penstock.workers.generation.compiled_decoding import compiled_model
 from penstock.workers.generation.layer_rules import LayerRule
 from penstock.workers.generation.model import Decoder
 from penstock.workers.generation.scheduler import Chunk
 from penstock.workers.runtime.torch_device import TorchDevice
 
-__all__ = ["DecodeGraphs", "DecodePlan", "bucket_of", "is_decoding"]
+__all__ = ["CaptureRefused", "DecodeGraphs", "DecodePlan", "bucket_of", "is_decoding"]
 
 _EVERY: Final = 8
 _WARM_UPS: Final = 2
 """Forwards before a capture: kernels are compiled and libraries make their workspaces in them."""
 _PLANS: Final = 2
 """Of a bucket, in turns: the device may still read the last one while the next is written."""
+
+
+class CaptureRefused(Exception):
+    """The model's code cannot be a graph: it reads values on the host, or copies to the device while it runs."""
 
 
 def bucket_of(rows: int) -> int:
@@ -135,8 +140,10 @@ class _Graph(NamedTuple):
 class DecodeGraphs:
     """The graphs of a decoder that has the kernel: gathered pages have other shapes in each step."""
 
-    def __init__(self, decoder: Decoder, pools: KeyValuePools) -> None:
+    def __init__(self, decoder: Decoder, pools: KeyValuePools, *, is_compiled: bool = False) -> None:
+        """is_compiled: graphs have the model's compiled form, where that is as good."""
         self._decoder: Final = decoder
+        self._is_compiled: Final = is_compiled
         self._pools: Final = pools
         self._width: Final = -(-decoder.max_positions // pools.page_size)
         self._graphs: dict[int, _Graph] = {}
@@ -166,7 +173,7 @@ class DecodeGraphs:
     def forward(self, chunks: Sequence[Chunk], tokens: torch.Tensor | None = None) -> torch.Tensor:
         """Returns logits (S, V) in fp32 of the S chunks in turn. They stand until the next call.
 
-        tokens: (S,) on the device, in place of ids that were not read yet.
+        tokens: (S,) on the device, in place of ids that were not read yet. Raises CaptureRefused.
         """
         plan = self.plan(chunks)
         if plan.rows not in self._graphs:
@@ -181,11 +188,17 @@ class DecodeGraphs:
     def _captured(self, plan: DecodePlan) -> _Graph:
         batch = plan.on_device(self._decoder.device)
         # A second forward writes the same keys to the same places.
+        model = compiled_model(self._decoder, batch, self._pools) if self._is_compiled else None
         for _ in range(_WARM_UPS):
-            self._decoder.forward(batch, self._pools)
+            self._decoder.forward(batch, self._pools, model)
         if self._memory is None:
             self._memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._decoder.device.device), torch.cuda.graph(graph, pool=self._memory):
-            logits, _ = self._decoder.forward(batch, self._pools)
+        try:
+            with torch.cuda.device(self._decoder.device.device), torch.cuda.graph(graph, pool=self._memory):
+                logits, _ = self._decoder.forward(batch, self._pools, model)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise CaptureRefused(f"{self._decoder.name}: {error}") from error
         return _Graph(graph, batch, logits)

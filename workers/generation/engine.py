@@ -86,7 +86,14 @@ class Engine:
             prefixes = PrefixCache(cache.page_size, int(cache.prefix_cache_capacity * (num_pages - 1)))
         self.pages: Final = PagePool(num_pages, cache.page_size, prefixes)
         self.scheduler: Final = Scheduler(config.scheduler, self.pages)
-        self.forwards: Final = Forwards(decoder, num_pages, cache.page_size, page_nbytes, has_graphs=config.cuda_graphs)
+        self.forwards: Final = Forwards(
+            decoder,
+            num_pages,
+            cache.page_size,
+            page_nbytes,
+            has_graphs=config.cuda_graphs,
+            is_compiled=config.compile_decoding,
+        )
         self._requests: dict[str, GenerationRequest] = {}
         self._open: dict[str, GenerationRequest] = {}
         """The first text of each request that has not ended."""

@@ -64,12 +64,12 @@ class Decoder:
         groups = MOST_GROUPS if self.kernel is None else 1
         return flat_batch(chunks, page_size, dict.fromkeys(self.rules), self.device, groups)
 
-    def forward(self, batch: FlatBatch, pools: KeyValuePools) -> tuple[torch.Tensor, list[int]]:
-        """Returns (logits (S, V) in fp32, layers that called the attention)."""
+    def forward(self, batch: FlatBatch, pools: KeyValuePools, model: Any = None) -> tuple[torch.Tensor, list[int]]:
+        """Returns (logits (S, V) in fp32, layers that called the attention). model: another form of the model."""
         context = StepContext(pools, self.rules, batch.slots, batch.groups, self.kernel)
         cache = FlatPositions(batch.position_ids) if self.asks_cache_for_positions else None
         with torch.inference_mode(), in_step(context):
-            output = self.model(
+            output = (self.model if model is None else model)(
                 input_ids=batch.input_ids,
                 position_ids=batch.position_ids,
                 past_key_values=cache,

@@ -41,6 +41,8 @@ __all__ = [
 ]
 
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+_ALLOCATOR: Final = "PYTORCH_ALLOC_CONF"
+"""Read by torch from 2.9 on."""
 _MAX_CPU_WORKERS: Final = 1_024
 _QUERY_TIMEOUT_S: Final = 30.0
 _TURN_S: Final = 20.0
@@ -87,7 +89,8 @@ def pin(
 
     auto and cuda take the first GPU without a worker; auto takes the CPU where no GPU can be used. `index` is the
     supervisor's number for this worker, None without a supervisor; `supervisor` is the supervisor's process id. Hides
-    the other GPUs in `environ`. Raises ConfigurationError for a device that does not exist or is in use.
+    the other GPUs in `environ`, and asks torch's allocator for growing segments, unless it has other orders. Raises
+    ConfigurationError for a device that does not exist or is in use.
     """
     locks = _folder(home)
     wants_cpu = device == "cpu" or (device == "auto" and not _torch_uses_gpus())
@@ -100,6 +103,8 @@ def pin(
         if lock is not None:
             environ[_VISIBLE] = gpu.uuid
             environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+            # Batches of all sizes: torch's segments that cannot grow leave memory in pieces that fit none of them.
+            environ.setdefault(_ALLOCATOR, "expandable_segments:True")
             return Pin("cuda:0", gpu.index if index is None else index, lock)
     taken = ", ".join(f"gpu{gpu.index}" for gpu in requested_gpus(device, gpus))
     raise ConfigurationError(f"Another worker runs on {taken} already. Expected one worker per GPU")

@@ -90,6 +90,23 @@ def test_a_forward_that_runs_out_of_memory_is_survived():
     assert None in [reading.used_bytes for reading in found.readings]
 
 
+def test_what_a_misfit_leaves_behind_counts():
+    """On an H200, 298 rows fitted, 299 did not, and then 298 did not fit any more. What is chosen fits at last."""
+    device = Device(0, 80 * GIB // 299)
+    whole = device.needs
+
+    def probe(rows: int) -> MemoryReading:
+        reading = Device.probe(device, rows)
+        if reading.used_bytes is None:
+            device.needs = lambda number: whole(number) + 3 * GIB // 2
+        return reading
+
+    found = calibrate(probe, total_bytes=device.total_bytes, headroom_pct=0, ceiling=512)
+    assert found.readings[-1].rows == found.rows
+    assert found.rows == 293
+    assert device.needs(found.rows) <= device.total_bytes
+
+
 def test_a_line_spares_forwards_that_would_run_out_of_memory():
     """Where memory grows along a line, no forward is tried that needs more than one row too much."""
     found = Device(4 * GIB, GIB).calibrated(20)

@@ -1,4 +1,4 @@
-"""A program: our kernel compiled for GPUs that need not be here. Prints the bytes of shared memory of each as JSON.
+"""A program: our kernels compiled for GPUs that need not be here. Prints the bytes of shared memory of each as JSON.
 
 python -m tests.workers.generation.compiled
 """
@@ -21,6 +21,8 @@ CAPABILITIES: Final = (80, 90)
 VARIANTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "bf16": ("bf16", {}),
     "bf16, all of it": ("bf16", {"WINDOW": 128, "HAS_CAP": True, "HAS_SINKS": True}),
+    "bf16, few rows": ("bf16", {"SPLITS": 16}),
+    "bf16, small heads": ("bf16", {"D": 64, "DV": 64, "BLOCK_D": 64, "BLOCK_DV": 64, "BLOCK": 128}),
     "fp32, chunks": ("fp32", {"CHUNK": 8192}),
 }
 _SHAPE: Final = {
@@ -34,19 +36,21 @@ _SHAPE: Final = {
     "CHUNK": 0,
     "HAS_CAP": False,
     "HAS_SINKS": False,
+    "SPLITS": 1,
     "GROUP": 16,
     "BLOCK": 64,
     "BLOCK_D": 128,
     "BLOCK_DV": 128,
 }
-_TYPES: Final = {"width": "i32", "scale": "fp32", "softcap": "fp32"}
+_MERGED: Final = {"HEADS": 32, "DV": 128, "SPLITS": 16, "BLOCK_DV": 128}
+_TYPES: Final = {"width": "i32", "scale": "fp32", "softcap": "fp32", "sums": "*fp32", "parts": "*fp32"} | dict.fromkeys(
+    ("numbers", "starts", "positions"), "*i64"
+)
 
 
-def _shared_bytes(capability: int, dtype: str, changes: dict[str, Any]) -> int:
-    kernel: Any = paged_kernel.decode_kernel
-    constants = _SHAPE | changes
-    types = {name: f"*{dtype}" for name in kernel.arg_names} | _TYPES
-    types |= {name: "*i64" for name in ("numbers", "starts", "positions")} | dict.fromkeys(constants, "constexpr")
+def _shared_bytes(capability: int, kernel: Any, dtype: str, constants: dict[str, Any]) -> int:
+    types = {name: f"*{dtype}" for name in kernel.arg_names}
+    types |= {name: each for name, each in _TYPES.items() if name in types} | dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel, types, {(kernel.arg_names.index(name),): value for name, value in constants.items()})
     compiled: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32))
     if not compiled.asm["cubin"]:
@@ -55,9 +59,13 @@ def _shared_bytes(capability: int, dtype: str, changes: dict[str, Any]) -> int:
 
 
 def _main() -> None:
+    sources: dict[str, tuple[Any, str, dict[str, Any]]] = {
+        name: (paged_kernel.decode_kernel, dtype, _SHAPE | changes) for name, (dtype, changes) in VARIANTS.items()
+    }
+    sources["merged parts"] = paged_kernel.merge_kernel, "bf16", _MERGED
     found = {
-        f"{name}, {capability}": _shared_bytes(capability, *variant)
-        for name, variant in VARIANTS.items()
+        f"{name}, {capability}": _shared_bytes(capability, *source)
+        for name, source in sources.items()
         for capability in CAPABILITIES
     }
     json.dump(found, sys.stdout)

@@ -65,10 +65,20 @@ def test_batch_of_an_earlier_step_computes_a_later_one(interpreted):
         assert difference <= 1e-5, name
 
 
+@pytest.mark.parametrize(
+    ("programs", "expected"), [(1, 16), (8, 16), (32, 16), (33, 8), (64, 8), (200, 2), (256, 2), (257, 1), (4_096, 1)]
+)
+def test_keys_of_few_rows_are_shared_out(programs, expected):
+    """A power of two, so that the merged parts are one block."""
+    from penstock.workers.generation.paged_kernel import splits_of
+
+    assert splits_of(programs) == expected
+
+
 def test_kernel_compiles_for_gpus(tmp_path):
     """Machine code for compute capabilities 8.0 and 9.0, without spare shared memory that a GPU has not."""
     found = output_of("compiled", tmp_path, TRITON_INTERPRET="0")
-    assert len(found) == 6
+    assert len(found) == 12
     assert max(found.values()) <= MOST_SHARED_BYTES
 
 

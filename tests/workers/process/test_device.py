@@ -43,6 +43,7 @@ def test_the_first_worker_takes_the_first_gpu_and_sees_no_other(tmp_path: Path, 
     taken = pin("auto", None, tmp_path, environ)
     assert (taken.device, taken.index, taken.name) == ("cuda:0", 0, "gpu0")
     assert environ["CUDA_VISIBLE_DEVICES"] == "GPU-aaaa1111-0000-0000-0000-000000000000"
+    assert environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
 def test_the_next_worker_takes_the_next_gpu_and_a_third_is_refused(tmp_path: Path, gpus: None):
