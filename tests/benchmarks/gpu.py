@@ -103,6 +103,8 @@ class Check:
             return Row(self.what, f"{FAILED}: {type(error).__name__}", self.required, "", verdict(required=False))
         finally:
             _give_memory_back()
+        # A run that is cut off has shown what it found.
+        say(f"{self.what}: {measured}")
         return Row(self.what, measured, self.required, "", verdict(required=is_enough), figures)
 
 
