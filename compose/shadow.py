@@ -157,6 +157,7 @@ def serve_shadow(
     Raises ConfigurationError.
     """
     # Here: the other commands load no part of a worker.
+    from penstock.compose.canary_failures import CanaryFailures
     from penstock.safety.alert_hooks import open_alerts
     from penstock.safety.payload_keys import envelope_keys
     from penstock.safety.validator_registry import ValidatorRegistry
@@ -174,12 +175,15 @@ def serve_shadow(
     validators.load_entry_points()
     opened = open_alerts(settings, metrics.alert)
     breakers = _breakers(settings)
+    failures = CanaryFailures(breakers, opened.alerts, metrics)
     options = ShadowOptions(
         validators=validators,
         consumer=f"shadow@{socket.gethostname()}:{secrets.token_hex(4)}",
         device=device,
         verify=operator_keys(settings).verify if settings.operator_public_keys else None,
         on_verdict=partial(_record_verdict, settings),
+        on_failure=lambda order, content, verdict: failures.stop(_candidate(order, content), verdict),
+        on_ended=lambda order, content, verdict: failures.tell(_candidate(order, content), verdict, order.id),
         is_stopping=is_stopping,
         on_compared=CandidateWatch(model, breakers, metrics, opened.alerts).observe,
     )
@@ -195,11 +199,14 @@ def serve_shadow(
 
 def _record_verdict(settings: Settings, order: ShadowOrder, content_hash: str, verdict: CanaryVerdict) -> None:
     """A verdict that cannot be recorded ends the shadow all the same: it switches nothing on."""
-    candidate = CheckedCandidate(order.model, order.candidate, order.form, content_hash, "")
     try:
-        record_verdict(settings, candidate, verdict, reaches_stores=False)
+        record_verdict(settings, _candidate(order, content_hash), verdict, reaches_stores=False)
     except PenstockError as error:
         logger.error("the verdict of the canary is not in the audit log: %s", error, extra={"model": order.model})
+
+
+def _candidate(order: ShadowOrder, content_hash: str) -> CheckedCandidate:
+    return CheckedCandidate(order.model, order.candidate, order.form, content_hash, "")
 
 
 def _breakers(settings: Settings) -> RedisBreakers:

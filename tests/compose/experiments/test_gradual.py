@@ -408,3 +408,25 @@ def test_rollout_that_is_rolled_back_is_one_alert(guarded: tuple[Rollouts, Memor
     rollouts.driver.turn(rollouts.found())
     assert rollouts.found().status == "stopped"
     assert [alert.kind for alert in told] == ["rollout"]
+
+
+def test_each_step_back_is_one_alert(guarded: tuple[Rollouts, MemoryBreakers, list[Alert]]):
+    """Two steps back and the end are three failures; looks without a decision, and two drivers, send no other."""
+    rollouts, _, told = guarded
+    rollouts.begin()
+    for number in range(2):
+        for _ in range(3):
+            rollouts.driver._pause(1)
+        assert rollouts.driver.turn(rollouts.found()).action is Action.ADVANCE
+        rollouts.observe(jobs=60, errors=50)
+        seen = rollouts.found()
+        assert rollouts.driver.turn(seen).action is Action.STEP_BACK
+        with pytest.raises(TransitionConflict):
+            rollouts.driver.turn(seen)
+        assert rollouts.driver.turn(rollouts.found()).action is Action.WAIT
+        assert [alert.reason.partition(":")[0] for alert in told] == ["2 goes back to 1 %"] * (number + 1)
+    assert {(alert.kind, alert.version) for alert in told} == {("rollout", "2")}
+    rollouts.observe(jobs=60, errors=50)
+    assert rollouts.driver.turn(rollouts.found()).action is Action.ROLL_BACK
+    assert [alert.reason.partition(":")[0] for alert in told] == ["2 goes back to 1 %"] * 2 + ["2 is rolled back"]
+    assert len({alert.id for alert in told}) == 3

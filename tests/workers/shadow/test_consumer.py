@@ -15,6 +15,7 @@ import pytest
 
 from penstock.registry.broker.redis_shadow import RedisShadow
 from penstock.registry.deployment import Deployment
+from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.settings import Settings
 from penstock.registry.shadow import ShadowOrder
 from penstock.safety.canary import CanaryState
@@ -341,6 +342,63 @@ def test_a_failure_of_the_canary_ends_the_shadow(open_shadow: OpenShadow):
     following = order_of(shadow.model)
     assert shadow.end.start(following, following.seal()) is None
     assert shadow.end.state(shadow.model).is_running
+
+
+def test_one_of_two_shadow_workers_tells_of_the_failure(open_shadow: OpenShadow):
+    """Both find it, and both stop the candidate before the shadow ends; the one that has ended it sends the alert."""
+    shadow = open_shadow(MISBEHAVING)
+    shadow.started(canary_pairs=1500)
+    told: list[str] = []
+
+    def running(name: str) -> ShadowWorker:
+        return shadow.worker(
+            on_failure=lambda order, _, verdict: told.append(
+                f"{name} stops {shadow.end.state(order.model).is_running}"
+            ),
+            on_ended=lambda order, _, verdict: told.append(f"{name} tells {shadow.end.state(order.model).is_running}"),
+        )
+
+    first, second = running("a"), running("b")
+    for worker in (first, second):
+        worker.step()
+    # The other one has taken its pair before the shadow ends.
+    settle = shadow.end.settle
+
+    def settled_late(*arguments: Any) -> list[bool]:
+        counted = settle(*arguments)
+        if len(told) == 0:
+            shadow.mirror(-1)
+            told.append("")
+            shadow.run(second, 2)
+        return counted
+
+    first._end.settle = settled_late  # type: ignore[method-assign]
+    shadow.mirror(-1)
+    shadow.run(first, 1)
+    assert told == ["", "b stops True", "b tells False", "a stops False"]
+
+
+def test_failure_is_told_once_the_broker_is_back(open_shadow: OpenShadow):
+    """It was away when the breaker was to be opened: the next turn goes on, and the verdict is recorded once."""
+    shadow = open_shadow(MISBEHAVING)
+    order = shadow.started(canary_pairs=1500)
+    told: list[str] = []
+
+    def stop(*_: object) -> None:
+        told.append("stop")
+        if told.count("stop") == 1:
+            raise BrokerUnavailable("away")
+
+    worker = shadow.worker(
+        on_verdict=lambda *_: told.append("record"), on_failure=stop, on_ended=lambda *_: told.append("tell")
+    )
+    shadow.mirror(-1)
+    with pytest.raises(BrokerUnavailable):
+        shadow.run(worker, 1)
+    assert shadow.end.state(shadow.model).is_running
+    worker.step()
+    assert told == ["record", "stop", "stop", "tell"]
+    assert shadow.end.mirror(order, [pair_of(order)]) is None
 
 
 def test_a_late_end_harms_no_later_shadow(open_shadow: OpenShadow):
