@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,21 @@ from click.testing import CliRunner, Result
 
 from penstock import Client
 from penstock.compose.cli import main
+from penstock.registry.broker.breakers import CANDIDATE, BreakerRecord, breaker_name
+from penstock.registry.broker.redis_breakers import RedisBreakers
 from penstock.registry.tensors import Array
+from penstock.registry.webhook_secrets import new_secret
 from tests.packages import write_package
+from tests.receiver import Receiver
 from tests.servers import ROOT, Process, RedisServer, WorkerProcess, wait_until
 
 __all__ = [
     "DOUBLE",
     "ShadowProcess",
     "Traffic",
+    "alerts_to",
     "await_mirror",
+    "breaker_of",
     "environ_of",
     "report_of",
     "run_command",
@@ -56,6 +63,21 @@ def environ_of(server: RedisServer, root: Path, folder: Path, **more: str) -> di
         "OMP_NUM_THREADS": "1",
         **more,
     }
+
+
+def alerts_to(receiver: Receiver) -> dict[str, str]:
+    """The environment of a process whose alerts go to this receiver."""
+    return {
+        "PENSTOCK_INFERENCE_SAFETY_ALERT_WEBHOOKS": receiver.url("/alerts"),
+        "PENSTOCK_INFERENCE_WEBHOOKS_ALLOW": "127.0.0.1",
+        "PENSTOCK_WEBHOOK_SECRETS": new_secret(),
+    }
+
+
+def breaker_of(server: RedisServer, model: str, version: str) -> BreakerRecord:
+    """The breaker of a candidate, as Redis has it."""
+    with closing(RedisBreakers.from_url(server.url)) as end:
+        return end.breakers(model).records.get(breaker_name(model, version, CANDIDATE)) or BreakerRecord()
 
 
 def run_command(environ: Mapping[str, str], *words: str) -> Result:

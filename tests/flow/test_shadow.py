@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
+
 from penstock import Client
+from penstock.registry.broker.redis_shadow import RedisShadow
 from tests.conftest import StartWorker
 from tests.flow.shadow_stage import (
     ShadowProcess,
+    alerts_to,
     await_mirror,
+    breaker_of,
     environ_of,
     run_shadow,
     wait_for_compared,
     write_versions,
 )
-from tests.servers import RedisServer
+from tests.receiver import Receiver
+from tests.servers import RedisServer, wait_until
+from tests.workers.shadow.pairs import order_of, pair_of, publish_spec
 
 
 def test_candidate_is_compared_with_what_was_served(
@@ -42,3 +50,36 @@ def test_candidate_is_compared_with_what_was_served(
     finally:
         shadow.stop()
     assert report["outcomes"] == {"pass": 19, "fail": 1}
+
+
+def test_shadow_worker_opens_the_breaker_of_a_candidate_that_drifts(
+    shared_redis: RedisServer, slot: str, models_root: Path, tmp_path: Path
+):
+    """AR-065, AR-068: every pair is accepted, and all of them together are worse than before. One alert says so."""
+    write_versions(models_root, slot)
+    order = order_of(slot)
+    noise = np.random.default_rng(3).uniform(0.5, 1.5, 400) * 1e-6
+    with Receiver() as receiver, closing(RedisShadow.from_url(shared_redis.url)) as end:
+        publish_spec(end, models_root, slot, "2")
+        assert end.start(order, order.seal()) is None
+        environ = {**environ_of(shared_redis, models_root, tmp_path), **alerts_to(receiver)}
+        shadow = ShadowProcess(slot, environ, tmp_path)
+
+        def mirror(distances: list[float]) -> int:
+            """Pairs whose served answers are so far from the candidate's."""
+            end.mirror(order, [pair_of(order, 1.0, factor=2 + distance) for distance in distances])
+            wait_until(lambda: end.state(slot).pairs == 0, 120, "the pairs are compared")
+            return int(end.state(slot).report["n:pass"])
+
+        try:
+            shadow.start()
+            assert mirror(noise[:300].tolist()) == 300
+            assert (receiver.calls, breaker_of(shared_redis, slot, "1").is_closed) == ([], True)
+            assert mirror((noise[300:] + 4e-6).tolist()) == 400
+            wait_until(lambda: receiver.calls, 60, "the alert arrives")
+        finally:
+            shadow.stop()
+    (alert,) = (call.event for call in receiver.calls)
+    assert (alert["type"], alert["data"]["optimisation"]) == ("safety.breaker", "candidate")
+    assert alert["data"]["reason"].startswith("drift: y.")
+    assert breaker_of(shared_redis, slot, "1").circuit == "open"

@@ -162,12 +162,12 @@ def test_both_records_are_written_before_jobs_are_divided(
 
 @pytest.mark.parametrize("begin", [Comparisons.begin_rollout, lambda each: each.begin(HALVES)], ids=["rollout", "ab"])
 def test_death_between_the_records_and_the_shares_leaves_no_job_divided(
-    comparisons: Comparisons, begin: Callable[[Comparisons], Experiment]
+    comparisons: Comparisons, begin: Callable[[Comparisons], Experiment], monkeypatch: pytest.MonkeyPatch
 ):
     """The broker is away at that moment: the log and the registry know of the experiment, and no job is divided."""
     model = comparisons.site.model
     experiments = comparisons.experiments
-    experiments.activate = away  # type: ignore[method-assign]
+    monkeypatch.setattr(experiments, "activate", away)
     with pytest.raises(BrokerUnavailable):
         begin(comparisons)
     assert not comparisons.is_divided
@@ -180,13 +180,13 @@ def away(_: Experiment) -> None:
     raise BrokerUnavailable("away")
 
 
-def test_begin_that_cannot_be_recorded_begins_nothing(comparisons: Comparisons):
+def test_begin_that_cannot_be_recorded_begins_nothing(comparisons: Comparisons, monkeypatch: pytest.MonkeyPatch):
     """The disk of the audit log is full: no experiment is stored, and the candidate may be unloaded again."""
 
     def full(_model: str, _result: str, _details: Mapping[str, Any]) -> None:
         raise ConfigurationError("The audit log cannot be written")
 
-    comparisons.experiments.record = full  # type: ignore[misc]
+    monkeypatch.setattr(comparisons.experiments, "record", full)
     before = comparisons.state()
     with pytest.raises(ConfigurationError, match="cannot be written"):
         comparisons.begin(HALVES)

@@ -345,37 +345,23 @@ def test_a_failure_of_the_canary_ends_the_shadow(open_shadow: OpenShadow):
 
 
 def test_one_of_two_shadow_workers_tells_of_the_failure(open_shadow: OpenShadow):
-    """Both find it, and both stop the candidate before the shadow ends; the one that has ended it sends the alert."""
+    """Both find it before the shadow has ended, and both stop the candidate; the one that ends it sends the alert."""
     shadow = open_shadow(MISBEHAVING)
     shadow.started(canary_pairs=1500)
     told: list[str] = []
+    second = shadow.worker(on_failure=lambda *_: told.append("b stops"), on_ended=lambda *_: told.append("b tells"))
 
-    def running(name: str) -> ShadowWorker:
-        return shadow.worker(
-            on_failure=lambda order, _, verdict: told.append(
-                f"{name} stops {shadow.end.state(order.model).is_running}"
-            ),
-            on_ended=lambda order, _, verdict: told.append(f"{name} tells {shadow.end.state(order.model).is_running}"),
-        )
+    def found(*_: object) -> None:
+        shadow.mirror(-1)
+        shadow.run(second, 2)
 
-    first, second = running("a"), running("b")
-    for worker in (first, second):
-        worker.step()
-    # The other one has taken its pair before the shadow ends.
-    settle = shadow.end.settle
-
-    def settled_late(*arguments: Any) -> list[bool]:
-        counted = settle(*arguments)
-        if len(told) == 0:
-            shadow.mirror(-1)
-            told.append("")
-            shadow.run(second, 2)
-        return counted
-
-    first._end.settle = settled_late  # type: ignore[method-assign]
+    first = shadow.worker(
+        on_verdict=found, on_failure=lambda *_: told.append("a stops"), on_ended=lambda *_: told.append("a tells")
+    )
     shadow.mirror(-1)
     shadow.run(first, 1)
-    assert told == ["", "b stops True", "b tells False", "a stops False"]
+    assert told == ["b stops", "b tells", "a stops"]
+    assert not shadow.end.state(shadow.model).is_running
 
 
 def test_failure_is_told_once_the_broker_is_back(open_shadow: OpenShadow):
