@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -150,9 +151,20 @@ class ShadowProcess(Process):
         self.model = model
         self._environ = {**environ, "PENSTOCK_CONFIG": ""}
 
-    def start(self) -> ShadowProcess:
-        """Start it; it waits for an order. It does not give way: the tests keep all processors busy."""
-        self._run("penstock", ["shadow", "run", self.model, "--priority", "normal"], self._environ)
+    def start(self, priority: str = "normal") -> ShadowProcess:
+        """Start it; it waits for an order. It does not give way: the tests keep all processors busy.
+
+        priority: empty for that of a user who says nothing.
+        """
+        words = ["--priority", priority] if priority else []
+        self._run("penstock", ["shadow", "run", self.model, *words], self._environ)
+        return self
+
+    def start_anew(self, path: Path) -> ShadowProcess:
+        """Start it by a Python of its own, which finds what is installed in this folder."""
+        environ = {**self._environ, "PYTHONPATH": os.pathsep.join((self._environ["PYTHONPATH"], str(path)))}
+        command = [sys.executable, "-m", "penstock", "shadow", "run", self.model, "--priority", "normal"]
+        self._spawn(command, environ)
         return self
 
     def stop(self) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from penstock import Client
 from penstock.registry.broker.redis_shadow import RedisShadow
@@ -20,6 +22,7 @@ from tests.flow.shadow_stage import (
     wait_for_compared,
     write_versions,
 )
+from tests.installed import install
 from tests.receiver import Receiver
 from tests.servers import RedisServer, wait_until
 from tests.workers.shadow.pairs import order_of, pair_of, publish_spec
@@ -83,3 +86,45 @@ def test_shadow_worker_opens_the_breaker_of_a_candidate_that_drifts(
     assert (alert["type"], alert["data"]["optimisation"]) == ("safety.breaker", "candidate")
     assert alert["data"]["reason"].startswith("drift: y.")
     assert breaker_of(shared_redis, slot, "1").circuit == "open"
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="this platform has no class for work that gives way")
+def test_shadow_worker_gives_way(shared_redis: RedisServer, slot: str, models_root: Path, tmp_path: Path):
+    """SH-005: its process is in the class that gets what nobody else wants, without a word of the operator."""
+    shadow = ShadowProcess(slot, environ_of(shared_redis, models_root, tmp_path), tmp_path)
+    try:
+        shadow.start("")
+        wait_until(lambda: os.sched_getscheduler(shadow.pid) == os.SCHED_IDLE, 120, "it gives way")
+        assert os.getpriority(os.PRIO_PROCESS, shadow.pid) == 19
+    finally:
+        shadow.stop()
+
+
+def test_installed_validator_judges_the_pairs(shared_redis: RedisServer, slot: str, models_root: Path, tmp_path: Path):
+    """AR-070: a distribution beside the shadow worker brings it, by its entry point for this model."""
+    write_versions(models_root, slot)
+    source = """
+    from penstock.safety.validators import Comparison, Figure
+
+
+    class Sums:
+        def compare(self, candidate, expected):
+            return Comparison(len(expected), {"sums": Figure.largest(float(candidate.sum() - expected.sum()), 100.0)})
+    """
+    path = install(tmp_path / "site", "its_sums", source, {"penstock.validators": {f"model:{slot}": "Sums"}})
+    order = order_of(slot)
+    with closing(RedisShadow.from_url(shared_redis.url)) as end:
+        publish_spec(end, models_root, slot, "2")
+        assert end.start(order, order.seal()) is None
+        # Too far away for the built-in validator: the model answers 2 x.
+        end.mirror(order, [pair_of(order, 1.0, factor=factor) for factor in (2.0, 1.0)])
+        shadow = ShadowProcess(slot, environ_of(shared_redis, models_root, tmp_path), tmp_path)
+        try:
+            shadow.start_anew(path)
+            report = wait_for_compared(environ_of(shared_redis, models_root, tmp_path), slot, 2)
+            # It was told not to give way.
+            assert os.getpriority(os.PRIO_PROCESS, shadow.pid) == os.getpriority(os.PRIO_PROCESS, 0)
+        finally:
+            shadow.stop()
+    assert report["outcomes"] == {"pass": 2}
+    assert report["figures"]["y.sums"]["largest"] == 7.0
