@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from penstock.compose.canary_gate import record_verdict
 from penstock.compose.candidates import CheckedCandidate, checked_candidate
+from penstock.compose.rollout.active_version import active_deployment
 from penstock.compose.rollout.audit_log import audit_logger
 from penstock.compose.rollout.operator_keys import operator_keys
 from penstock.registry.broker.base import FleetEnd
@@ -91,11 +92,21 @@ def start(
             raise TransitionConflict(
                 f"{model} has a shadow{_named(running, model)} already. Expected `penstock shadow stop {model}` first"
             )
-    if not form:
+    if not form and not _is_arm(fleet, model, checked.version):
         with closing(_breakers(settings)) as breakers:
             # What an earlier shadow found holds no more: the candidate is compared anew.
             breakers.reset_breaker(breaker_name(model, checked.version, CANDIDATE))
     return order
+
+
+def _is_arm(fleet: FleetEnd, model: str, version: str) -> bool:
+    """Whether an experiment would give the version jobs again before it has been compared."""
+    try:
+        deployment = active_deployment(fleet, model)
+    except Corrupt:
+        return True
+    routing = deployment.routing if deployment is not None else None
+    return routing is not None and any(arm.version == version for arm in routing.arms)
 
 
 def stop(settings: Settings, model: str) -> dict[str, Any]:
