@@ -88,7 +88,7 @@ def test_shadow_worker_opens_the_breaker_of_a_candidate_that_drifts(
     assert breaker_of(shared_redis, slot, "1").circuit == "open"
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="this platform has no class for work that gives way")
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="only Linux has a class for work that gives way")
 def test_shadow_worker_gives_way(shared_redis: RedisServer, slot: str, models_root: Path, tmp_path: Path):
     """SH-005: its process is in the class that gets what nobody else wants, without a word of the operator."""
     shadow = ShadowProcess(slot, environ_of(shared_redis, models_root, tmp_path), tmp_path)
