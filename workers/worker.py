@@ -3,7 +3,7 @@
     open -- broker, probe, drain, optimizer, task endpoint, remote control --> start -- models, threads --> ready
     SIGTERM -> ask_to_stop -> the watchdog thread stops the parts in order -> wait_until_stopped -> close
 
-Twenty-four kinds of threads run beside Celery's own:
+Twenty-five kinds of threads run beside Celery's own:
 
     thread         module                         work; what it may call
     drain          drain.py                       the loop of jobs; the broker, and every part of the drain
