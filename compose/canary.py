@@ -6,7 +6,7 @@
                                                         '--> merged --> verdict --> the gate's record
 
 The verdict comes as soon as it is sure, after enough pairs, or at the time-out. A shadow that this command has started
-ends with it. No answer changes.
+ends with it. A FAIL opens the breaker of the version, and is one alert; see canary_failures.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from penstock.compose import shadow as shadows
+from penstock.compose.canary_failures import CanaryFailures, opened_failures
 from penstock.compose.canary_gate import record_verdict
 from penstock.compose.candidates import CheckedCandidate, checked_candidate
 from penstock.compose.rollout.active_version import active_deployment
@@ -40,6 +41,7 @@ from penstock.safety.canary import CanaryState, CanaryVerdict, NoOutputs, Pair
 from penstock.safety.golden_archive import GoldenArchive
 from penstock.safety.golden_store import Golden
 from penstock.safety.keys import load_data_keys
+from penstock.safety.orchestrator import GateDecision
 from penstock.safety.payload_keys import envelope_keys
 from penstock.safety.validator_registry import ValidatorRegistry
 from penstock.safety.validators import Verdict
@@ -104,19 +106,25 @@ def run_canary(
     """
     begun = time.monotonic()
     candidate = checked_candidate(settings, fleet, model, version, form)
-    with closing(RedisShadow.from_url(settings.redis_url or "", timeout_s=_TIMEOUT_S)) as end:
+    metrics = InferenceMetrics(settings.inference.metrics_buckets)
+    with (
+        closing(RedisShadow.from_url(settings.redis_url or "", timeout_s=_TIMEOUT_S)) as end,
+        opened_failures(settings, metrics) as failures,
+    ):
         _check_shadow(end, candidate)
-        judged = _Judged(settings, candidate, plan, device, on_progress)
+        judged = _Judged(settings, candidate, plan, device, on_progress, metrics, failures)
         goldens = _stored_goldens(settings, fleet, candidate)
         if goldens:
             judged.judge_goldens(goldens)
         examples: list[Any] = []
         if plan.share and not judged.verdict.is_final:
-            with _shadow(settings, fleet, end, candidate, plan):
+            with _shadow(settings, fleet, end, candidate, plan) as shadow_id:
                 judged.judge_shadow(end, begun + plan.timeout_s)
+                gate = judged.conclude(end, shadow_id)
                 examples = shadows.report(settings, model)["worst"][:_MOST_EXAMPLES]
+        else:
+            gate = judged.conclude(end)
     verdict = judged.verdict
-    gate = record_verdict(settings, candidate, verdict)
     return {
         "model": model,
         "candidate": candidate.version,
@@ -148,12 +156,13 @@ def _check_shadow(end: RedisShadow, candidate: CheckedCandidate) -> None:
 @contextmanager
 def _shadow(
     settings: Settings, fleet: FleetEnd, end: RedisShadow, candidate: CheckedCandidate, plan: CanaryPlan
-) -> Iterator[None]:
-    """The shadow that runs already, which stays; or one of its own, which ends with the block."""
-    if end.state(candidate.model, series=0).is_running:
-        yield
+) -> Iterator[str]:
+    """The id of the shadow that runs already, which stays; or of one of its own, which ends with the block."""
+    state = end.state(candidate.model, series=0)
+    if state.is_running:
+        yield ShadowOrder.open(state.record, candidate.model).id
         return
-    shadows.start(
+    order = shadows.start(
         settings,
         fleet,
         candidate.model,
@@ -164,7 +173,7 @@ def _shadow(
         canary_pairs=plan.min_pairs,
     )
     try:
-        yield
+        yield order.id
     finally:
         with suppress(UnknownModel, BrokerUnavailable):
             shadows.stop(settings, candidate.model)
@@ -203,12 +212,20 @@ class _Judged:
         plan: CanaryPlan,
         device: str,
         on_progress: OnProgress,
+        metrics: InferenceMetrics,
+        failures: CanaryFailures,
     ) -> None:
         self._settings = settings
         self._candidate = candidate
         self._plan = plan
         self._device = device
         self._on_progress = on_progress
+        self._metrics = metrics
+        self._failures = failures
+        self._failed: CanaryVerdict | None = None
+        """The FAIL that this process has found as a shadow worker."""
+        self._gate: GateDecision | None = None
+        """The decision on the verdict, once it is recorded."""
         self._validators = ValidatorRegistry()
         self._validators.load_entry_points()
         self._step = ""
@@ -219,7 +236,38 @@ class _Judged:
     @property
     def verdict(self) -> CanaryVerdict:
         """The verdict on all that was found so far."""
-        return self.goldens.merged(self.pairs).verdict(self._plan.min_pairs)
+        return self._failed or self.goldens.merged(self.pairs).verdict(self._plan.min_pairs)
+
+    def conclude(self, end: RedisShadow, shadow_id: str = "") -> GateDecision:
+        """Records the verdict; then a FAIL opens the breaker, and is told unless another shadow worker has told it.
+
+        shadow_id: of the shadow that was judged; empty: stored goldens alone were.
+        """
+        verdict = self.verdict
+        if self._gate is not None:
+            # The shadow worker in this process has found the FAIL, and has done the rest.
+            return self._gate
+        self._gate = record_verdict(self._settings, self._candidate, verdict)
+        if verdict.is_final:
+            self._failures.stop(self._candidate, verdict)
+            if not shadow_id or self._ends_shadow(end, shadow_id, verdict):
+                self._failures.tell(self._candidate, verdict, shadow_id or secrets.token_hex(8))
+        return self._gate
+
+    def _ends_shadow(self, end: RedisShadow, shadow_id: str, verdict: CanaryVerdict) -> bool:
+        """Ends the shadow. False: the canary of another shadow worker has ended it."""
+        model = self._candidate.model
+        if end.end(model, shadow_id, f"the canary says {verdict.verdict}: {'; '.join(verdict.reasons)}") is not None:
+            return True
+        return not end.state(model, series=0).report.get("ended")
+
+    def _found_here(self, end: RedisShadow, verdict: CanaryVerdict) -> None:
+        """The canary of this process has a new verdict. A FAIL is recorded before it ends the shadow."""
+        if verdict.is_final:
+            self.pairs = shadows.merged_canary(end.state(self._candidate.model, series=0))
+            merged = self.verdict
+            self._failed = merged if merged.is_final else verdict
+            self._gate = record_verdict(self._settings, self._candidate, self._failed)
 
     def judge_goldens(self, goldens: list[Golden]) -> None:
         """Runs the candidate on each golden, until the first sure failure."""
@@ -265,15 +313,17 @@ class _Judged:
             device=self._device,
             verify=keys.verify if self._settings.operator_public_keys else None,
             validators=self._validators,
+            on_verdict=lambda _order, _content_hash, verdict: self._found_here(end, verdict),
+            on_failure=lambda _order, _content_hash, verdict: self._failures.stop(self._candidate, verdict),
+            on_ended=lambda order, _content_hash, verdict: self._failures.tell(self._candidate, verdict, order.id),
         )
-        metrics = InferenceMetrics(self._settings.inference.metrics_buckets)
         worker = ShadowWorker(
             end,
             self._candidate.model,
             DiskRepository.of(self._settings),
             self._settings.inference,
             envelope_keys(self._settings),
-            metrics,
+            self._metrics,
             options,
         )
         look_at = time.monotonic()

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from penstock.compose.canary_gate import record_verdict
 from penstock.compose.candidates import CheckedCandidate, checked_candidate
+from penstock.compose.rollout.active_version import active_deployment
 from penstock.compose.rollout.audit_log import audit_logger
 from penstock.compose.rollout.operator_keys import operator_keys
 from penstock.registry.broker.base import FleetEnd
@@ -91,11 +92,21 @@ def start(
             raise TransitionConflict(
                 f"{model} has a shadow{_named(running, model)} already. Expected `penstock shadow stop {model}` first"
             )
-    if not form:
+    if not form and not _is_arm(fleet, model, checked.version):
         with closing(_breakers(settings)) as breakers:
             # What an earlier shadow found holds no more: the candidate is compared anew.
             breakers.reset_breaker(breaker_name(model, checked.version, CANDIDATE))
     return order
+
+
+def _is_arm(fleet: FleetEnd, model: str, version: str) -> bool:
+    """Whether an experiment would give the version jobs again before it has been compared."""
+    try:
+        deployment = active_deployment(fleet, model)
+    except Corrupt:
+        return True
+    routing = deployment.routing if deployment is not None else None
+    return routing is not None and any(arm.version == version for arm in routing.arms)
 
 
 def stop(settings: Settings, model: str) -> dict[str, Any]:
@@ -157,6 +168,7 @@ def serve_shadow(
     Raises ConfigurationError.
     """
     # Here: the other commands load no part of a worker.
+    from penstock.compose.canary_failures import CanaryFailures
     from penstock.safety.alert_hooks import open_alerts
     from penstock.safety.payload_keys import envelope_keys
     from penstock.safety.validator_registry import ValidatorRegistry
@@ -174,12 +186,15 @@ def serve_shadow(
     validators.load_entry_points()
     opened = open_alerts(settings, metrics.alert)
     breakers = _breakers(settings)
+    failures = CanaryFailures(breakers, opened.alerts, metrics)
     options = ShadowOptions(
         validators=validators,
         consumer=f"shadow@{socket.gethostname()}:{secrets.token_hex(4)}",
         device=device,
         verify=operator_keys(settings).verify if settings.operator_public_keys else None,
         on_verdict=partial(_record_verdict, settings),
+        on_failure=lambda order, content, verdict: failures.stop(_candidate(order, content), verdict),
+        on_ended=lambda order, content, verdict: failures.tell(_candidate(order, content), verdict, order.id),
         is_stopping=is_stopping,
         on_compared=CandidateWatch(model, breakers, metrics, opened.alerts).observe,
     )
@@ -195,11 +210,14 @@ def serve_shadow(
 
 def _record_verdict(settings: Settings, order: ShadowOrder, content_hash: str, verdict: CanaryVerdict) -> None:
     """A verdict that cannot be recorded ends the shadow all the same: it switches nothing on."""
-    candidate = CheckedCandidate(order.model, order.candidate, order.form, content_hash, "")
     try:
-        record_verdict(settings, candidate, verdict, reaches_stores=False)
+        record_verdict(settings, _candidate(order, content_hash), verdict, reaches_stores=False)
     except PenstockError as error:
         logger.error("the verdict of the canary is not in the audit log: %s", error, extra={"model": order.model})
+
+
+def _candidate(order: ShadowOrder, content_hash: str) -> CheckedCandidate:
+    return CheckedCandidate(order.model, order.candidate, order.form, content_hash, "")
 
 
 def _breakers(settings: Settings) -> RedisBreakers:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.registry.broker.base import Broker
+from penstock.registry.broker.breakers import BreakerEnd
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.overdue import OverdueJobs
 from penstock.registry.package import Package
@@ -30,6 +31,7 @@ from penstock.workers.executor import Executor, seats_for
 from penstock.workers.intake import Intake
 from penstock.workers.job import ClaimedJob
 from penstock.workers.leases import LeasedJobs
+from penstock.workers.levels.arm_breakers import ArmBreakers
 from penstock.workers.observe.listener import JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.process.crash_journal import Journal, NullJournal
@@ -86,7 +88,8 @@ class DrainOptions:
     decisions that this machine has followed; None: those under the home, if signatures are required. tiers: of the
     cache, behind the memory, the nearest first; the drain closes them. may_leave: see SharedTiers. data_keys: encrypt
     the data of these settings; None: they encrypt nothing. accesses: records look-ups in the cache; None: they are not
-    recorded. mirror: of committed jobs, for their shadows; the drain closes it.
+    recorded. mirror: of committed jobs, for their shadows; the drain closes it. breakers: of candidates, which the arms
+    of experiments obey; None: there are none.
     """
 
     name: str
@@ -112,6 +115,7 @@ class DrainOptions:
     data_keys: DataKeys | None = None
     accesses: CacheAccessAudit | None = None
     mirror: Mirror = field(default_factory=NullMirror)
+    breakers: BreakerEnd | None = None
     types: PartTypes = field(default_factory=PartTypes)
 
 
@@ -150,6 +154,7 @@ class _Assembly:
         )
         self.flights = types.flights()
         self.answers = types.answers(inference.cache, options.clock, self._tiers())
+        self.arm_breakers = self._arm_breakers()
         self.lifecycle = self._lifecycle(packages)
         peers = Peers(broker, options.name, options.clock)
         self.placement = types.placement(self.lifecycle, peers, options.clock, most_waiting=self.most_jobs // 4)
@@ -220,6 +225,7 @@ class _Assembly:
             journal=journal,
             mirror=options.mirror,
             stop=self.stop,
+            arm_breakers=self.arm_breakers,
         )
         inference = self.settings.inference
         limits = DrainLimits(
@@ -232,6 +238,15 @@ class _Assembly:
         return options.types.drain(
             options.name, consumer, parts, limits, checkpoint=options.checkpoint, clock=options.clock
         )
+
+    def _arm_breakers(self) -> ArmBreakers | None:
+        if self.options.breakers is None:
+            return None
+
+        def with_arms() -> list[str]:
+            return [name for name, model in tuple(self.lifecycle.models.items()) if model.arms is not None]
+
+        return ArmBreakers(self.options.breakers, with_arms, ring=self.wake_up.ring, clock=self.options.clock)
 
     def _lifecycle(self, packages: Sequence[Package]) -> ModelLifecycle:
         options, inference = self.options, self.settings.inference
@@ -257,6 +272,7 @@ class _Assembly:
             ring=self.wake_up.ring,
             accepts_new_models=not self.settings.worker.models,
             deployments=self._deployments(),
+            admits_arm=self.arm_breakers.admits if self.arm_breakers is not None else lambda _name, _label: True,
         )
 
     def _on_version_change(self, model: str, old: str, new: str) -> None:

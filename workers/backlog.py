@@ -137,11 +137,18 @@ class Backlog:
             version.queue.release(job)
         return taken
 
-    def take_version(self, version: ServedVersion) -> list[Waiting]:
-        """Take out the pending jobs, the suspects and the sought jobs of one version. Their room is free afterwards."""
-        taken = [Waiting(item.job, version) for item in version.queue.batcher.discard(lambda _: True)]
-        taken += [Waiting(*suspect) for suspect in self._take_suspects(lambda holder, _job: holder is version)]
-        taken += [Waiting(*sought) for sought in self._take_sought(lambda holder, _job: holder is version)]
+    def take_version(
+        self, version: ServedVersion, is_meant: Callable[[ClaimedJob], bool] = lambda _: True
+    ) -> list[Waiting]:
+        """Take out the pending jobs, the suspects and the sought jobs of one version for which `is_meant` is true.
+
+        Their room is free afterwards.
+        """
+        taken = [Waiting(item.job, version) for item in version.queue.batcher.discard(lambda item: is_meant(item.job))]
+        taken += [
+            Waiting(*each) for each in self._take_suspects(lambda holder, job: holder is version and is_meant(job))
+        ]
+        taken += [Waiting(*each) for each in self._take_sought(lambda holder, job: holder is version and is_meant(job))]
         for job, _ in taken:
             version.queue.release(job)
         return taken

@@ -39,12 +39,13 @@ from penstock.workers.executor import Executor
 from penstock.workers.intake import Intake
 from penstock.workers.job import ClaimedJob
 from penstock.workers.leases import LeasedJobs, LeaseKeeper, LeaseUpdate
+from penstock.workers.levels.arm_breakers import ArmBreakers
 from penstock.workers.observe.listener import JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.process.crash_journal import Journal
 from penstock.workers.release import Releaser
 from penstock.workers.results import CachedAnswers, JobOutcome
-from penstock.workers.router import Answered, Aside, HandOver, JobRouter, Route, Run, Seek, Suspect
+from penstock.workers.router import Answered, Aside, HandOver, JobRouter, Route, Run, Seek, Suspect, is_of_arm
 from penstock.workers.scheduler import Scheduler
 from penstock.workers.shadow.mirror import Mirror
 from penstock.workers.status import StatusReporter
@@ -113,6 +114,7 @@ class DrainParts:
     journal: Journal
     mirror: Mirror
     stop: StopSignal
+    arm_breakers: ArmBreakers | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +188,8 @@ class Drain:
         """Start the threads: from now on jobs are claimed."""
         self.parts.executor.start()
         self.leases.start()
+        if self.parts.arm_breakers is not None:
+            self.parts.arm_breakers.start()
         self._thread.start()
         self._is_ready = True
         self.parts.metrics.ready(True)
@@ -195,6 +199,8 @@ class Drain:
         self.wind_up(grace_s)
         if self._thread.ident is not None:
             self.leases.stop(1.0)
+            if self.parts.arm_breakers is not None:
+                self.parts.arm_breakers.stop(1.0)
             self.parts.executor.stop()
             self.parts.events.stop()
             if not self._thread.is_alive():
@@ -296,6 +302,7 @@ class Drain:
         parts.releaser.add_interrupted(parts.executor.take_interrupted())
         self._apply_lease_updates()
         self._follow_lifecycle()
+        self._leave_stopped_arms()
         self._take_in_answers()
         if parts.scheduler.check_forwards():
             self._serve_no_more()
@@ -554,6 +561,17 @@ class Drain:
             for job, error in version.misfits():
                 failure = Failure("InputRefused", str(error))
                 self._completer.add(JobOutcome(job, failure, "refused", version))
+
+    def _leave_stopped_arms(self) -> None:
+        """Jobs that wait for an arm whose circuit breaker has opened go to the version in production."""
+        if self.parts.arm_breakers is None:
+            return
+        for change in self.parts.arm_breakers.take_changes():
+            if stopped := self.parts.lifecycle.follow_breaker(*change):
+                self.parts.scheduler.recall_all()
+            for version in stopped:
+                waiting = self._backlog.take_version(version, is_of_arm)
+                self._backlog.add_unplaced(self.parts.flights.end_all(job for job, _ in waiting))
 
     def _place_unplaced(self) -> None:
         """Give each job that names a version to the workers that have it; it fails if no live worker has it.

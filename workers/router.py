@@ -6,7 +6,8 @@
     its version is not here   --> Aside.UNPLACED, HandOver, Aside.GIVE_BACK
 
 While an experiment runs, a job that names no version has an arm, and the arm's version answers it. Until that version
-is ready, here or in another worker, the job waits; no other version answers it.
+is ready, here or in another worker, the job waits; no other version answers it. The jobs of an arm whose circuit
+breaker is open go to the version in production.
 
 The drain puts each job where its route says; only a follower is kept here, in SingleFlight. Which version answers a job
 is settled at the claim: the claim carries the record of the active version, so a promotion holds for the very next job.
@@ -43,6 +44,7 @@ __all__ = [
     "Run",
     "Seek",
     "Suspect",
+    "is_of_arm",
 ]
 
 
@@ -269,7 +271,12 @@ class JobRouter:
             return _refused(job, CANCELLED, version)
         if self._listener.is_revoked(job.header.id):
             return _refused(job, REVOKED, version)
-        return _forward_of(job, version)
+        return Aside.UNPLACED if self.has_left(job, version) else _forward_of(job, version)
+
+    def has_left(self, job: ClaimedJob, version: ServedVersion) -> bool:
+        """Whether the version runs the job no more: it is the job's arm, and gets no jobs now."""
+        arms = self._lifecycle.models[version.name].arms
+        return arms is not None and is_of_arm(job) and not arms.admits(version.label)
 
     def fall_back(self, job: ClaimedJob, label: str) -> Route | None:
         """The way of a job to the version of this label, which its policy names; None: that version is not here.
@@ -287,6 +294,8 @@ class JobRouter:
 
     def rejoin(self, follower: ClaimedJob, version: ServedVersion) -> Route:
         """The way of a job whose leader ended without an answer for it. Without a digest it follows no other one."""
+        if self.has_left(follower, version):
+            return Aside.UNPLACED
         if follower.digest and self._join([follower], version)[1]:
             return Aside.FOLLOWS
         return _forward_of(follower, version)
@@ -393,6 +402,11 @@ class JobRouter:
         for route, count in Counter(job.route for job in following).items():
             self._metrics.single_flight(version.name, version.label, route, count)
         return running, following
+
+
+def is_of_arm(job: ClaimedJob) -> bool:
+    """Whether an experiment, while there is one, has given the job to its version: neither its client nor a failure."""
+    return not job.header.version and job.fell_back is None
 
 
 def _shares_answers(version: ServedVersion) -> bool:

@@ -3,7 +3,7 @@
     open -- broker, probe, drain, optimizer, task endpoint, remote control --> start -- models, threads --> ready
     SIGTERM -> ask_to_stop -> the watchdog thread stops the parts in order -> wait_until_stopped -> close
 
-Twenty-four kinds of threads run beside Celery's own:
+Twenty-five kinds of threads run beside Celery's own:
 
     thread         module                         work; what it may call
     drain          drain.py                       the loop of jobs; the broker, and every part of the drain
@@ -23,6 +23,7 @@ Twenty-four kinds of threads run beside Celery's own:
     optimizer      levels/optimizer.py            optimized forms; the compiler, the gate, the audit log
     audit          process/audit_thread.py        records cache accesses, stores the ends of the audit log; disk, broker
     breakers       levels/form_breakers.py        circuit breakers of forms, shared through the broker
+    arms           levels/arm_breakers.py         circuit breakers of candidates that share jobs; the broker
     celery-events  celery_bridge/events.py        sends task events; Celery's broker
     task-results   celery_bridge/task_results.py  ends tasks of `send_task`; the broker, Celery's broker and backend
     reconciler     versions/reconciler.py         follows the shared state; its store, requests to the drain. 0 or 1
@@ -366,7 +367,19 @@ def _open_parts(settings: Settings, device: Pin, celery: CeleryParts, closing: E
     optimizer = _build_optimizer(settings, device.device, metrics, log, archive, breakers, opened.alerts)
     streams = StandardStreams()
     drain = _open_drain(
-        settings, broker, device, celery, metrics, verify, data_keys, audit_key, optimizer, streams, accesses, closing
+        settings,
+        broker,
+        device,
+        celery,
+        metrics,
+        verify,
+        data_keys,
+        audit_key,
+        optimizer,
+        streams,
+        accesses,
+        breakers,
+        closing,
     )
     reconciler = _build_reconciler(settings, drain, celery.hostname, verify)
     rpc_server = OperatorRpcServer(settings, broker, verify)
@@ -389,6 +402,7 @@ def _open_drain(
     optimizer: InferenceOptimizer | None,
     streams: StandardStreams,
     accesses: CacheAccessAudit,
+    breakers: BreakerEnd,
     closing: ExitStack,
 ) -> Drain:
     """The drain, its journal, and the probe that shows its readiness: the probe listens before there is a drain."""
@@ -420,6 +434,7 @@ def _open_drain(
             after_run=streams.restore,
             accesses=accesses,
             mirror=_open_mirror(settings, data_keys, metrics, verify),
+            breakers=breakers,
         ),
     )
     return readiness.drain

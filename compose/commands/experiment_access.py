@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -25,18 +25,20 @@ via_option: Final = click.option(
 
 @contextmanager
 def opened(access: RegistryAccess) -> Iterator[Experiments]:
-    """The experiments of the registry of this shell."""
+    """The experiments of the registry of this shell.
+
+    A shell that works through a worker may know no broker: then it reads no breaker, and the workers alone obey them.
+    """
     from penstock.compose.experiments.changes import Experiments
     from penstock.registry.broker.redis_breakers import RedisBreakers
     from penstock.safety.alert_hooks import open_alerts
 
-    settings = connected(access.environ)
-    with (
-        access.deployer() as deployer,
-        _audited(access) as audit,
-        closing(RedisBreakers.from_url(settings.redis_url or "", timeout_s=_TIMEOUT_S)) as breakers,
-        closing(open_alerts(settings)) as alerts,
-    ):
+    settings = load_settings(access.environ) if access.via else connected(access.environ)
+    with access.deployer() as deployer, _audited(access) as audit, ExitStack() as ends:
+        alerts = ends.enter_context(closing(open_alerts(settings)))
+        breakers = None
+        if settings.redis_url:
+            breakers = ends.enter_context(closing(RedisBreakers.from_url(settings.redis_url, timeout_s=_TIMEOUT_S)))
         yield Experiments(deployer, audit, breakers=breakers, alerts=alerts.alerts)
 
 

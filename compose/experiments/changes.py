@@ -18,6 +18,7 @@ from typing import Any, Final
 from penstock.compose.deploy import Deployer
 from penstock.registry.broker.breakers import CANDIDATE, BreakerEnd, breaker_name
 from penstock.registry.catalog import ModelStage
+from penstock.registry.catalog.registered_model import check_none_open
 from penstock.registry.catalog.tables import Experiment, RegisteredVersion
 from penstock.registry.deployment import DeployedArm, ExperimentKind
 from penstock.registry.errors import BrokerUnavailable, InvalidInput, TransitionRefused, UnknownModel
@@ -44,8 +45,8 @@ def new_experiment_id(kind: ExperimentKind) -> str:
 class Experiments:
     """The experiments of one operator's models.
 
-    audit: records decisions; None: they are not recorded. breakers: of candidates, which their shadows open; None: no
-    breaker is read. alerts: hear of each rollout that is rolled back.
+    audit: records decisions; None: they are not recorded. breakers: of candidates, which canaries and drift open; None:
+    no breaker is read. alerts: hear of each step back of a rollout, and of each rollout that is rolled back.
     """
 
     def __init__(
@@ -99,10 +100,12 @@ class Experiments:
     def check(self, name: str, versions: tuple[str, ...]) -> dict[str, RegisteredVersion]:
         """The versions by label, one of which is in production. Nothing is changed.
 
-        Raises UnknownModel, TransitionRefused for a version without staging or while another experiment is open, and
-        InvalidInput for another signature than that of the version in production.
+        Raises UnknownModel, TransitionRefused while another experiment is open and for a candidate whose circuit
+        breaker is open, InvalidInput for another signature than that of the version in production, and
+        BrokerUnavailable.
         """
         production = self.registry.find(name)
+        check_none_open(self.registry.experiment(name))
         found = {each.version: each for each in (self.registry.find(name, version) for version in versions)}
         if len(found) != len(versions):
             raise InvalidInput(f"The arms name a version twice: {', '.join(versions)}. Expected each version once")
@@ -113,13 +116,21 @@ class Experiments:
             )
         for version in found.values():
             _check_signature(version, production)
+            if version.version != production.version and (stopped := self.why_stopped(name, version.version)):
+                raise TransitionRefused(
+                    f"The circuit breaker of {version.reference} is open: {stopped}. Expected a closed one; a new "
+                    f"`penstock shadow start {name}` closes it"
+                )
         return found
 
-    def start(self, experiment: Experiment, *, reason: str, timeout_s: float | None = None) -> Experiment:
+    def start(
+        self, experiment: Experiment, facts: Mapping[str, Any], *, reason: str, timeout_s: float | None = None
+    ) -> Experiment:
         """Begins an experiment whose versions `check` has accepted: workers load its arms, then they share the jobs.
 
-        If a worker cannot load an arm, nothing changes. Raises as ModelRegistryClient.begin_experiment and
-        Deployer.load do.
+        facts: about it, for the audit log. The audit log comes first, then the registry, then the shares: no job is
+        divided without both records. If a worker cannot load an arm, nothing changes. Raises as
+        ModelRegistryClient.begin_experiment and Deployer.load do.
         """
         arms = [self.registry.find(experiment.name, arm.version) for arm in experiment.arms]
         candidates = [version for version in arms if version.stage is not ModelStage.PRODUCTION]
@@ -127,14 +138,24 @@ class Experiments:
         try:
             for version in candidates:
                 self.deployer.load(version.name, version.version, timeout_s=timeout_s)
-            plan = {**experiment.plan, "requested": [version.version for version in requested]}
-            begun = self.registry.begin_experiment(replace(experiment, plan=plan), reason=reason)
+            begun = self._recorded(experiment, facts, [version.version for version in requested], reason)
         except BaseException:
             for version in requested:
                 self.deployer.release(version)
             raise
         self.activate(begun)
         return begun
+
+    def _recorded(
+        self, experiment: Experiment, facts: Mapping[str, Any], requested: list[str], reason: str
+    ) -> Experiment:
+        plan = {**experiment.plan, "requested": requested}
+        self.record(experiment.name, "begin", {"experiment": experiment.experiment, **facts})
+        try:
+            return self.registry.begin_experiment(replace(experiment, plan=plan), reason=reason)
+        except Exception:
+            self.record(experiment.name, "refused", {"experiment": experiment.experiment})
+            raise
 
     def change(self, seen: Experiment, changed: Experiment, *, reason: str) -> Experiment:
         """Stores a change and activates it. Raises TransitionConflict if the experiment is not as `seen` any more."""

@@ -72,9 +72,8 @@ def begin_comparison(
         actor="",
     )
     shares = ", ".join(f"{arm.version}={arm.weight:g}" for arm in arms)
-    begun = experiments.start(experiment, reason=reason or f"A/B experiment of {shares}", timeout_s=timeout_s)
-    experiments.record(name, "begin", {"experiment": begun.experiment, "arms": labels, "epoch": begun.epoch})
-    return begun
+    text = reason or f"A/B experiment of {shares}"
+    return experiments.start(experiment, {"arms": labels}, reason=text, timeout_s=timeout_s)
 
 
 def comparison_report(experiments: Experiments, experiment: Experiment) -> dict[str, Any]:

@@ -84,11 +84,6 @@ def begin_rollout(
     registry = experiments.registry
     stable, candidate = registry.find(name), registry.find(name, to)
     check_step(candidate.reference, TransitionAction.PROMOTE, candidate.stage, ModelStage.PRODUCTION)
-    if stopped := experiments.why_stopped(name, candidate.version):
-        raise TransitionRefused(
-            f"The circuit breaker of {candidate.reference} is open: {stopped}. Expected a closed one; a new "
-            f"`penstock shadow start {name}` closes it"
-        )
     versions = experiments.check(name, (candidate.version, stable.version))
     if takes_own_steps:
         policy = registry.policy(name)
@@ -114,9 +109,7 @@ def begin_rollout(
         actor="",
     )
     text = reason or f"rollout of {candidate.version} begins with {rollout.share(state) * 100:g} %"
-    begun = experiments.start(experiment, reason=text, timeout_s=timeout_s)
-    experiments.record(name, "begin", {"experiment": begun.experiment, **begun.plan, "epoch": begun.epoch})
-    return begun
+    return experiments.start(experiment, experiment.plan, reason=text, timeout_s=timeout_s)
 
 
 class RolloutDriver:
@@ -191,14 +184,17 @@ class RolloutDriver:
             self._experiments.release(
                 self._experiments.change(experiment, replace(changed, status="stopped"), reason=reason)
             )
-            self._experiments.alerts.notify(_alert(experiment, candidate, reason, self._clock()))
         else:
             arms = _shared(experiment.arms, candidate, decision.share)
             self._experiments.change(experiment, replace(changed, arms=arms), reason=reason)
+        if action in (Action.STEP_BACK, Action.ROLL_BACK):
+            self._experiments.alerts.notify(_alert(experiment, candidate, reason, self._clock()))
 
 
 def _alert(experiment: Experiment, candidate: str, reason: str, at_s: float) -> Alert:
-    return Alert(f"rollout {experiment.experiment}", "rollout", experiment.name, reason, at_s, candidate)
+    """Each decision has an epoch of its own: a second step back is a failure of its own."""
+    id = f"rollout {experiment.experiment} {experiment.epoch}"
+    return Alert(id, "rollout", experiment.name, reason, at_s, candidate)
 
 
 def parsed(experiment: Experiment) -> tuple[GradualRollout, RolloutState]:

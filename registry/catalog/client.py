@@ -31,6 +31,7 @@ from penstock.registry.catalog.registered_model import (
     LATEST,
     Change,
     RegisteredModel,
+    check_none_open,
     check_whole,
     described_experiment,
     listed,
@@ -507,11 +508,7 @@ class ModelRegistryClient:
 
 def _check_arms(experiment: Experiment, model: RegisteredModel) -> None:
     """Raises as ModelRegistryClient.begin_experiment does."""
-    if (running := model.experiment) is not None:
-        raise TransitionRefused(
-            f"{described_experiment(running)} is under way since {running.begun_at}. Expected "
-            f"`penstock {running.kind} stop {model.name}` first: a model has one experiment at a time"
-        )
+    check_none_open(model.experiment)
     for arm in experiment.arms:
         version = model.select(arm.version)
         if version.stage not in (ModelStage.STAGING, ModelStage.PRODUCTION):

@@ -21,7 +21,16 @@ from penstock.registry.errors import (
     described,
 )
 
-__all__ = ["Change", "HISTORY", "LATEST", "RegisteredModel", "check_whole", "described_experiment", "listed"]
+__all__ = [
+    "HISTORY",
+    "LATEST",
+    "Change",
+    "RegisteredModel",
+    "check_none_open",
+    "check_whole",
+    "described_experiment",
+    "listed",
+]
 
 HISTORY: Final = 100
 """Productions of one model that the history keeps. Rollbacks can go back through them."""
@@ -130,6 +139,15 @@ class RegisteredModel:
 
     def _known(self) -> str:
         return listed(f"{each.version} ({each.stage}, {each.content_hash[:8]})" for each in self.versions.values())
+
+
+def check_none_open(experiment: Experiment | None) -> None:
+    """Raises TransitionRefused while this experiment is open: a model has one at a time. None: there is none."""
+    if experiment is not None:
+        raise TransitionRefused(
+            f"{described_experiment(experiment)} is under way since {experiment.begun_at}. Expected "
+            f"`penstock {experiment.kind} stop {experiment.name}` first: a model has one experiment at a time"
+        )
 
 
 def described_experiment(experiment: Experiment) -> str:

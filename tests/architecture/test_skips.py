@@ -21,6 +21,7 @@ EXCUSES = {
     "this build of torch has no operators for packed weights": "they are private: another build may lack them",
     "this build of torch packs no bf16": "as above",
     "only Linux kills children with their parent": "the promise is made for Linux",
+    "only Linux has a class for work that gives way": "other platforms have the niceness alone",
     "this machine mounts no disk in a namespace": "containers often may not; another test injects the full disk",
     "needs docker compose": "containers have no docker of their own; the marker is `docker`",
 }

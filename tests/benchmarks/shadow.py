@@ -27,6 +27,7 @@ from penstock import AsyncClient
 from penstock.registry.broker.redis_shadow import RedisShadow
 from penstock.registry.settings import Settings
 from penstock.registry.shadow import ShadowOrder
+from penstock.workers.shadow.comparison import FAILED
 from tests.benchmarks import mlp
 from tests.benchmarks.harness import Harness, Program
 from tests.benchmarks.report import Progress, Row, median, verdict
@@ -49,14 +50,26 @@ _CRASHING_RUN_S: Final = 15.0
 _FAR_MS: Final = 10**13
 _RESULT_TTL_S: Final = "10"
 _OFF: Final = "off"
-_CONDITIONS: Final[dict[str, tuple[str, bool, Mapping[str, int]]]] = {
-    "shadow worker": ("1", True, {}),
-    "no shadow worker": ("1", False, {}),
-    "slow": ("0-slow", True, {}),
-    "crashing": ("0-crash", True, {}),
-    "full": ("1", False, {"max_pairs": 1}),
+
+
+class _Condition(NamedTuple):
+    """candidate: its version. has_worker: whether a shadow worker runs. compares: whether it compares pairs in a run.
+    caps: of the queue."""
+
+    candidate: str
+    has_worker: bool = True
+    compares: bool = False
+    caps: Mapping[str, int] = {}
+
+
+_CONDITIONS: Final = {
+    "shadow worker": _Condition("1", compares=True),
+    "no shadow worker": _Condition("1", has_worker=False),
+    # A run is no longer than a forward of it.
+    "slow": _Condition("0-slow"),
+    "crashing": _Condition("0-crash", compares=True),
+    "full": _Condition("1", has_worker=False, caps={"max_pairs": 1}),
 }
-"""Candidate, whether a shadow worker runs, caps of the queue."""
 _SLOW: Final = """
 
 class Slow(torch.nn.Module):
@@ -86,13 +99,14 @@ _REQUIRED_P99: Final = 1.25
 
 
 class _Taken(NamedTuple):
-    """One run: CPU of the worker in microseconds per job, latencies in ms, failed jobs, mirrored pairs."""
+    """One run: CPU of the worker in microseconds per job, latencies in ms, failed jobs, mirrored and compared pairs."""
 
     worker_us: float
     p50_ms: float
     p99_ms: float
     failed: int
     mirrored: int
+    compared: int
 
 
 class _Pair(NamedTuple):
@@ -141,13 +155,23 @@ def _row(name: str, pairs: Sequence[_Pair], rate: float) -> Row:
 
     cpu, p50, p99 = ratio(lambda t: t.worker_us), ratio(lambda t: t.p50_ms), ratio(lambda t: t.p99_ms)
     failed, mirrored = sum(run.failed for run in runs), sum(run.mirrored for run in runs)
+    compared, compares = sum(run.compared for run in runs), _CONDITIONS[name].compares
     is_met = cpu <= _REQUIRED_CPU and p50 <= _REQUIRED_P50 and p99 <= _REQUIRED_P99 and not failed
+    # A shadow that does nothing costs nothing.
+    has_worked = mirrored > 0 and (compared > 0 or not compares)
     return Row(
         f"shadow of {_SHARE:.0%}, {name}, at {rate:,.0f} jobs/s, against off: worker CPU per job / p50 / p99, failed",
-        f"{cpu:.3f}x / {p50:.3f}x / {p99:.3f}x, {failed} failed, {mirrored:,} mirrored",
-        f"<= {_REQUIRED_CPU}x / {_REQUIRED_P50}x / {_REQUIRED_P99}x, 0",
-        ok=verdict(required=is_met),
-        figures={"cpu_x": cpu, "p50_x": p50, "p99_x": p99, "failed": failed, "mirrored": mirrored},
+        f"{cpu:.3f}x / {p50:.3f}x / {p99:.3f}x, {failed} failed, {mirrored:,} mirrored, {compared:,} compared",
+        f"<= {_REQUIRED_CPU}x / {_REQUIRED_P50}x / {_REQUIRED_P99}x, 0, some{', some' * compares}",
+        ok=verdict(required=is_met and has_worked),
+        figures={
+            "cpu_x": cpu,
+            "p50_x": p50,
+            "p99_x": p99,
+            "failed": failed,
+            "mirrored": mirrored,
+            "compared": compared,
+        },
     )
 
 
@@ -163,8 +187,7 @@ class _Stage:
     @contextmanager
     def shadow_worker(self, name: str) -> Iterator[None]:
         """Inside of it, the shadow worker of a condition runs, if it has one, and waits for orders."""
-        _, has_worker, _ = _CONDITIONS[name]
-        if not has_worker:
+        if not _CONDITIONS[name].has_worker:
             yield
             return
         environment = {
@@ -188,11 +211,11 @@ class _Stage:
             before_us = _cpu_us(self._worker.pid)
             latencies, failed = asyncio.run(_paced(self._settings, jobs, rate, self._seed))
             spent_us = _cpu_us(self._worker.pid) - before_us
-            mirrored = int(end.state("mlp", series=0).flow.get("mirrored", 0)) if order else 0
+            mirrored, compared = (0, 0) if order is None else _counted(end)
             if order is not None:
                 self._finish(end)
         p50, p99 = np.percentile(latencies, [50, 99]) * 1000
-        return _Taken(spent_us / jobs, float(p50), float(p99), failed, mirrored)
+        return _Taken(spent_us / jobs, float(p50), float(p99), failed, mirrored, compared)
 
     def _rewrite_file(self) -> None:
         with self._server.client() as redis:
@@ -206,7 +229,7 @@ class _Stage:
             wait_until(has_ended, 60, "the file is rewritten")
 
     def _begin(self, name: str, end: RedisShadow) -> ShadowOrder:
-        candidate, _, caps = _CONDITIONS[name]
+        candidate, caps = _CONDITIONS[name].candidate, _CONDITIONS[name].caps
         loads = self._loads()
         order = ShadowOrder.new("mlp", candidate, _SHARE, until_ms=_FAR_MS, canary_pairs=0, **caps)
         end.start(order, order.seal())
@@ -233,6 +256,13 @@ class _Stage:
             return bool(told) and text in told[-1]
 
         wait_until(is_last, 30, text)
+
+
+def _counted(end: RedisShadow) -> tuple[int, int]:
+    """The pairs that were mirrored, and those on which a shadow worker has run the candidate."""
+    state = end.state("mlp", series=0)
+    ran = [int(state.report.get(f"n:{outcome}", 0)) for outcome in ("pass", "fail", *FAILED)]
+    return int(state.flow.get("mirrored", 0)), sum(ran)
 
 
 def _versions(root: Path) -> Path:

@@ -34,8 +34,10 @@ CANDIDATES = {
     "0.1": 'import time\ndef build():\n    return lambda inputs: (time.sleep(0.2), {"y": inputs["x"] * 2})[1]\n',
     "0.2": 'import os\ndef build():\n    return lambda inputs: {"y": inputs["x"] * 2} if inputs["x"].max() < 9 '
     "else os._exit(3)\n",
+    "0.3": 'import time\ndef build():\n    return lambda inputs: (time.sleep(1e6 * (inputs["x"].max() > 9)), '
+    '{"y": inputs["x"] * 2})[1]\n',
 }
-SLOW, CRASHING = "0.1", "0.2"
+SLOW, CRASHING, BLOCKING = "0.1", "0.2", "0.3"
 
 
 @pytest.fixture(scope="module")
@@ -184,6 +186,36 @@ def test_a_bad_candidate_harms_no_job(stage: Stage, tmp_path: Path, trial: Trial
     assert ("crashed" in outcomes) == (candidate == CRASHING)
     assert traffic.wrong == []
     trial.note(times=1, jobs=traffic.answered)
+
+
+def test_a_candidate_that_never_returns_harms_no_job(stage: Stage, tmp_path: Path, trial: Trial):
+    """AR-087: while its forward blocks, the version that serves answers every job; the candidate answers nothing."""
+    with (
+        shadow_of(stage, BLOCKING) as (end, _),
+        shadow_worker(stage, tmp_path),
+        Traffic(stage) as traffic,
+    ):
+        wait_until(lambda: in_work(stage), 120, "the candidate has pairs")
+        traffic.more(10 * BATCH)
+        # At most its limit is over: it was killed, and blocks again.
+        assert set(outcomes_of(end)) <= {"timeout"}
+        assert in_work(stage)
+    assert traffic.wrong == []
+    trial.note(times=1, jobs=traffic.answered)
+
+
+def in_work(stage: Stage) -> int:
+    """Pairs that a shadow worker has taken and not settled."""
+    with stage.server.client() as client:
+        if not client.exists(shadow_key(MODEL)):
+            return 0
+        return sum(group["pending"] for group in client.xinfo_groups(shadow_key(MODEL)))
+
+
+def outcomes_of(end: RedisShadow) -> dict[str, int]:
+    """Settled pairs by outcome."""
+    report = end.state(MODEL, series=0).report
+    return {name[2:]: int(value) for name, value in report.items() if name.startswith("n:")}
 
 
 def test_a_full_queue_harms_no_job(stage: Stage, trial: Trial):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,21 @@ from click.testing import CliRunner, Result
 
 from penstock import Client
 from penstock.compose.cli import main
+from penstock.registry.broker.breakers import CANDIDATE, BreakerRecord, breaker_name
+from penstock.registry.broker.redis_breakers import RedisBreakers
 from penstock.registry.tensors import Array
+from penstock.registry.webhook_secrets import new_secret
 from tests.packages import write_package
+from tests.receiver import Receiver
 from tests.servers import ROOT, Process, RedisServer, WorkerProcess, wait_until
 
 __all__ = [
     "DOUBLE",
     "ShadowProcess",
     "Traffic",
+    "alerts_to",
     "await_mirror",
+    "breaker_of",
     "environ_of",
     "report_of",
     "run_command",
@@ -56,6 +64,21 @@ def environ_of(server: RedisServer, root: Path, folder: Path, **more: str) -> di
         "OMP_NUM_THREADS": "1",
         **more,
     }
+
+
+def alerts_to(receiver: Receiver) -> dict[str, str]:
+    """The environment of a process whose alerts go to this receiver."""
+    return {
+        "PENSTOCK_INFERENCE_SAFETY_ALERT_WEBHOOKS": receiver.url("/alerts"),
+        "PENSTOCK_INFERENCE_WEBHOOKS_ALLOW": "127.0.0.1",
+        "PENSTOCK_WEBHOOK_SECRETS": new_secret(),
+    }
+
+
+def breaker_of(server: RedisServer, model: str, version: str) -> BreakerRecord:
+    """The breaker of a candidate, as Redis has it."""
+    with closing(RedisBreakers.from_url(server.url)) as end:
+        return end.breakers(model).records.get(breaker_name(model, version, CANDIDATE)) or BreakerRecord()
 
 
 def run_command(environ: Mapping[str, str], *words: str) -> Result:
@@ -128,9 +151,20 @@ class ShadowProcess(Process):
         self.model = model
         self._environ = {**environ, "PENSTOCK_CONFIG": ""}
 
-    def start(self) -> ShadowProcess:
-        """Start it; it waits for an order. It does not give way: the tests keep all processors busy."""
-        self._run("penstock", ["shadow", "run", self.model, "--priority", "normal"], self._environ)
+    def start(self, priority: str = "normal") -> ShadowProcess:
+        """Start it; it waits for an order. It does not give way: the tests keep all processors busy.
+
+        priority: empty for that of a user who says nothing.
+        """
+        words = ["--priority", priority] if priority else []
+        self._run("penstock", ["shadow", "run", self.model, *words], self._environ)
+        return self
+
+    def start_anew(self, path: Path) -> ShadowProcess:
+        """Start it by a Python of its own, which finds what is installed in this folder."""
+        environ = {**self._environ, "PYTHONPATH": os.pathsep.join((self._environ["PYTHONPATH"], str(path)))}
+        command = [sys.executable, "-m", "penstock", "shadow", "run", self.model, "--priority", "normal"]
+        self._spawn(command, environ)
         return self
 
     def stop(self) -> None:

@@ -29,7 +29,9 @@ from tests.conftest import StartWorker
 from tests.flow.shadow_stage import (
     ShadowProcess,
     Traffic,
+    alerts_to,
     await_mirror,
+    breaker_of,
     environ_of,
     report_of,
     run_command,
@@ -37,6 +39,7 @@ from tests.flow.shadow_stage import (
 )
 from tests.packages import write_package
 from tests.payload_keys import DATA_KEY_TEXT
+from tests.receiver import Receiver
 from tests.servers import RedisServer, wait_until
 
 WEIGHTS = np.array([[1, -2, 0.5, 0], [0, 3, 1, -1], [2, 0, -1, 1], [-1, 1, 2, 0.25]], np.float32)
@@ -108,10 +111,18 @@ def write_candidate(models_root: Path, model: str, change: str) -> None:
     ],
 )
 def test_a_wrong_candidate_is_refused(shell: Shell, models_root: Path, change: str, reason: str):
-    """Within 1,500 pairs, with the reason and exit status 1; the decision is recorded, and the shadow has ended."""
+    """Within 1,500 pairs, with the reason and exit status 1; the decision is recorded, and the shadow has ended.
+
+    One alert says so, and the breaker of the candidate is open (AR-064, AR-068).
+    """
     write_candidate(models_root, shell.model, change)
-    with shell.traffic() as traffic:
-        ended = shell.canary()
+    with Receiver() as receiver, shell.traffic() as traffic:
+        ended = shell._replace(environ={**shell.environ, **alerts_to(receiver)}).canary()
+    (alert,) = (call.event for call in receiver.calls)
+    assert (alert["type"], alert["data"]["version"]) == ("safety.canary", "1")
+    assert alert["data"]["reason"].startswith(f"the canary says FAIL: {reason}")
+    breaker = breaker_of(shell.server, shell.model, "1")
+    assert (breaker.circuit, breaker.reason.startswith("the canary says FAIL")) == ("open", True)
     assert (ended.exit_code, traffic.problems) == (1, [])
     found = json.loads(ended.stdout)
     assert (found["verdict"], found["accepted"]) == ("FAIL", False)
@@ -149,7 +160,8 @@ def test_stored_goldens_judge_without_a_job(
     """Those of the active content, which are too few for a sure agreement; those of another content are no evidence."""
     write_candidate(models_root, shell.model, change)
     more = {"PENSTOCK_INFERENCE_PRIVACY_MODE": "persisted_encrypted", "PENSTOCK_L2_ENCRYPTION_KEY": DATA_KEY_TEXT}
-    private = shell._replace(environ={**shell.environ, **more})
+    receiver = Receiver()
+    private = shell._replace(environ={**shell.environ, **more, **alerts_to(receiver)})
     settings = Settings.load(environ=private.environ)
     archive = GoldenArchive.of(settings, load_data_keys(settings))
     assert archive is not None
@@ -163,8 +175,12 @@ def test_stored_goldens_judge_without_a_job(
     none = private.canary("--sample", "0", "--pairs", str(MOST_GOLDENS))
     assert (json.loads(none.stdout)["verdict"], json.loads(none.stdout)["goldens"]) == ("INSUFFICIENT", 0)
     archive.save(owner, store.goldens(), 1000)
-    ended = private.canary("--sample", "0", "--pairs", str(MOST_GOLDENS))
+    with receiver:
+        ended = private.canary("--sample", "0", "--pairs", str(MOST_GOLDENS))
     found = json.loads(ended.stdout)
+    is_failure = found["verdict"] == "FAIL"
+    assert [call.event["type"] for call in receiver.calls] == ["safety.canary"] * is_failure
+    assert breaker_of(shell.server, shell.model, "1").is_closed is not is_failure
     assert (found["verdict"], ended.exit_code, [reason[:14] for reason in found["reasons"][:1]]) == told
     assert found["shadow_pairs"] == 0
     # A sure failure needs no further golden.
@@ -176,25 +192,38 @@ def test_stored_goldens_judge_without_a_job(
 def test_the_canary_of_a_shadow_ends_it(
     shared_redis: RedisServer, slot: str, models_root: Path, tmp_path: Path, start_worker: StartWorker
 ):
-    """A FAIL deletes its pairs and says why; workers mirror no more; the next shadow may start at once."""
+    """A FAIL deletes its pairs and says why; workers mirror no more; the next shadow may start at once.
+
+    Of two shadow workers one sends the alert.
+    """
     write_package(models_root, slot, CLASSIFIER.replace("CHANGE", ""), version="2")
     write_candidate(models_root, slot, OFF_BY_ONE)
     environ = environ_of(shared_redis, models_root, tmp_path)
     worker = start_worker(shared_redis, models_root, models=[slot])
     assert run_shadow(environ, "start", slot, "--candidate", "1", "--sample", "1").exit_code == 0
     await_mirror(worker)
-    shadow = ShadowProcess(slot, environ, tmp_path / "shadow")
-    try:
-        shadow.start()
-        with Traffic(shared_redis, slot, served) as traffic:
-            wait_until(lambda: report_of(environ, slot)["ended"], 120, "the canary ends the shadow")
-    finally:
-        shadow.stop()
+    with Receiver() as receiver:
+        processes = [
+            ShadowProcess(slot, {**environ, **alerts_to(receiver)}, tmp_path / f"shadow-{number}")
+            for number in range(2)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            with Traffic(shared_redis, slot, served) as traffic:
+                wait_until(lambda: report_of(environ, slot)["ended"], 120, "the canary ends the shadow")
+            wait_until(lambda: receiver.calls, 60, "the alert arrives")
+        finally:
+            for process in processes:
+                process.stop()
+    assert [call.event["type"] for call in receiver.calls] == ["safety.canary"]
+    assert breaker_of(shared_redis, slot, "1").circuit == "open"
     report = report_of(environ, slot)
     assert report["ended"].startswith("the canary says FAIL: y: agreement 0")
     assert (report["canary"]["verdict"], report["is_running"], report["queue"]["pairs"]) == ("FAIL", False, 0)
     assert traffic.problems == []
     assert run_shadow(environ, "start", slot, "--candidate", "1").exit_code == 0
+    assert breaker_of(shared_redis, slot, "1").is_closed
     await_mirror(worker, 2)
     assert report_of(environ, slot)["is_running"]
 

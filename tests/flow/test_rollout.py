@@ -17,7 +17,10 @@ import pytest
 
 from penstock import Client, InvalidInput
 from penstock.compose.deploy import Deployer
+from penstock.registry.broker.breakers import CANDIDATE, BreakerLimits, breaker_name, new_breaker_id
+from penstock.registry.broker.redis_breakers import RedisBreakers
 from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.catalog import ModelStage
 from penstock.registry.envelope import Keyring, open_result
 from penstock.registry.settings import Settings
 from penstock.safety.operator_key import OperatorKey
@@ -230,6 +233,41 @@ def test_sticky_rollout_never_takes_the_candidate_from_a_key(site: Site):
     # They came one after the other: some had the candidate while others did not.
     turns = {versions.index(candidate) for versions in seen.values()}
     assert len(turns) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rollout", "ab"])
+def test_open_breaker_takes_the_jobs_from_a_candidate_without_a_driver(site: Site, kind: str):
+    """AR-064: nobody drives; the worker gives the candidate's jobs to production, and no experiment begins again."""
+    stable = site.deployer.registry.find(REMOTE).version
+    candidate = {"1": "2", "2": "1"}[stable]
+    if site.deployer.registry.find(REMOTE, candidate).stage is not ModelStage.STAGING:
+        site.deployer.promote(REMOTE, candidate, "staging")
+    start = {
+        "rollout": ("rollout", "start", REMOTE, "--to", candidate, "--steps", "50,100", *HEALTHY, "--detach"),
+        "ab": ("ab", "start", REMOTE, "--arms", f"{stable}=0.5,{candidate}=0.5"),
+    }[kind]
+    site.run(*start)
+    name = breaker_name(REMOTE, candidate, CANDIDATE)
+    numbers = count()
+    with Client(site.url) as client, closing(RedisBreakers.from_url(site.url)) as breakers:
+
+        def answers() -> set[str]:
+            inputs = [{"x": [[1.0, float(next(numbers)), 0.0, 0.0]]} for _ in range(40)]
+            jobs = client.submit_many(REMOTE, inputs)
+            return {str(int(job.result(30)["y"][0, 0])) for job in jobs}
+
+        assert answers() == {stable, candidate}
+        try:
+            breakers.force_open_breaker(name, "the canary says FAIL: y", new_breaker_id(), BreakerLimits())
+            wait_until(lambda: answers() == {stable}, 30, "the worker has read the breaker")
+            assert [answers() for _ in range(5)] == [{stable}] * 5
+            site.run(kind, "stop", REMOTE)
+            refused = penstock(site.home, *start, "--json", **site.environ)
+            assert refused.exit_code == 1
+            assert f"The circuit breaker of {REMOTE}/{candidate} is open: the canary says FAIL: y" in refused.output
+        finally:
+            breakers.reset_breaker(name)
 
 
 def version_of(url: str, job_id: str) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import threading
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +31,7 @@ from penstock.safety.validators import (
     Validator,
     Verdict,
 )
+from tests.installed import install
 
 ONES = np.ones((3, 2), np.float32)
 
@@ -134,6 +137,32 @@ def test_entry_points_are_registered_by_workload_and_by_model():
     assert registry.load_entry_points(found) == ["embedding", "model:prices"]
     assert isinstance(registry.validator_for("embedding"), Lenient)
     assert registry.validator_for("classifier", "prices") is LENIENT
+    assert ValidatorRegistry().load_entry_points() == []
+
+
+def test_validators_of_an_installed_distribution_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """AR-070: by the metadata that pip has written, without a word in our settings; gone with the distribution."""
+    source = """
+    from penstock.safety.validators import Comparison, Figure
+
+
+    class Strict:
+        def compare(self, candidate, expected):
+            return Comparison(len(expected), {"sum": Figure.largest(float(abs(candidate - expected).sum()), 0.0)})
+
+
+    STRICT = Strict()
+    """
+    install(tmp_path, "its_validators", source, {ENTRY_POINTS: {"embedding": "Strict", "model:prices": "STRICT"}})
+    monkeypatch.syspath_prepend(tmp_path)
+    registry = ValidatorRegistry()
+    assert registry.load_entry_points() == ["embedding", "model:prices"]
+    assert registry.validator_for("classifier", "prices") is importlib.import_module("its_validators").STRICT
+    found = registry.validator_for("embedding")
+    assert compare_outputs(found, ONES, ONES).verdict is Verdict.PASS
+    assert compare_outputs(found, ONES + 1, ONES).verdict is Verdict.FAIL
+    monkeypatch.undo()
+    importlib.invalidate_caches()
     assert ValidatorRegistry().load_entry_points() == []
 
 

@@ -5,7 +5,7 @@ SteppedHarness.start_worker -> SteppedWorker.turn (the drain's), .forward (a mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,8 +202,12 @@ class SteppedHarness:
 
     def publish(self, model: str, *numbers: float, **how: Any) -> list[str]:
         """One job per number; their ids."""
+        return self.publish_inputs(model, *({"x": [[number, 0, 0, 0]]} for number in numbers), **how)
+
+    def publish_inputs(self, model: str, *inputs: Mapping[str, Any], **how: Any) -> list[str]:
+        """One job for each of these inputs; their ids."""
         spec = load_package(self.models_root / model / "1").spec
-        jobs = [self._builder.build(spec, {"x": [[number, 0, 0, 0]]}, SubmitOptions(**how)) for number in numbers]
+        jobs = [self._builder.build(spec, each, SubmitOptions(**how)) for each in inputs]
         assert {receipt.outcome for receipt in self.broker.publish(model, jobs, LIMITS)} == {"accepted"}
         return [job.job_id for job in jobs]
 

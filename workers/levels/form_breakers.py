@@ -133,12 +133,8 @@ class FormBreakers:
         return needs_more
 
     def _changed(self, name: str, record: BreakerRecord) -> None:
-        if record.is_closed:
-            with self._lock:
-                if not self._switches.get(name, Hysteresis()).is_on:
-                    # Another worker's probe passed. The time off of the next trip begins anew here.
-                    self._switches.pop(name, None)
-        else:
+        # The switch stays when the probe of another worker has passed: a form that flaps is off for longer each time.
+        if not record.is_closed:
             self._switch_off(name, record.reason)
         self._on_change(name, record)
 

@@ -84,7 +84,8 @@ class SharedBreakers:
         self._now_ms: dict[str, int] = {}
         """By model: the broker's clock at the last reading."""
         self._wake = threading.Event()
-        self._is_away = False
+        self._away_since: float | None = None
+        """When the broker was first found away; None: it answers."""
         self.dropped = 0
         """Reports for which there was no room while the broker was away."""
 
@@ -128,6 +129,12 @@ class SharedBreakers:
         """The record as it was read last."""
         return self._local.record(name)
 
+    @property
+    def away_s(self) -> float:
+        """For how many seconds the broker has not answered; 0 while it does."""
+        since = self._away_since
+        return 0.0 if since is None else self._clock() - since
+
     # For one thread
 
     def run(self, stopping: threading.Event) -> None:
@@ -147,11 +154,11 @@ class SharedBreakers:
             self._send_reports()
             self._ask_for_probes()
         except BrokerUnavailable as error:
-            if not self._is_away:
+            if self._away_since is None:
                 logger.warning("circuit breakers cannot be read, the plain path serves: %s", error)
-            self._is_away = True
+                self._away_since = self._clock()
             return False
-        self._is_away = False
+        self._away_since = None
         return True
 
     def _report(self, name: str, send: Callable[[BreakerEnd], BreakerTransition], *, may_open: bool = True) -> None:

@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -65,6 +65,9 @@ _MOST_TEXT: Final = 200
 
 logger = logging.getLogger("penstock.shadow")
 
+OnVerdict: TypeAlias = Callable[[ShadowOrder, str, CanaryVerdict], None]
+"""Gets the order, the content of the candidate and the verdict."""
+
 
 @dataclass(frozen=True, slots=True)
 class ComparedPair:
@@ -87,8 +90,9 @@ class ShadowOptions:
     consumer: its name, unique for each start. device, threads: see Runtime.load. verify: checks the operators'
     signatures; None: none are required. lease_s: after this time of silence other shadow workers take its pairs.
     validators: custom ones; None: the built-in ones alone. on_compared: called with each counted comparison.
-    on_verdict: called with each new verdict but INSUFFICIENT, the order and the content of the candidate, before it
-    takes effect.
+    on_verdict: called once with each new verdict but INSUFFICIENT, the order and the content of the candidate, before
+    it takes effect. on_failure: called with a FAIL before the shadow ends, and again if the broker was away meanwhile.
+    on_ended: called after the FAIL has ended the shadow, on the one shadow worker that ended it.
     is_stopping: set when the process is to end. clock: monotonic seconds.
     """
 
@@ -99,7 +103,9 @@ class ShadowOptions:
     lease_s: float = 15.0
     validators: ValidatorRegistry | None = None
     on_compared: Callable[[ComparedPair], None] = lambda _: None
-    on_verdict: Callable[[ShadowOrder, str, CanaryVerdict], None] = lambda _order, _content_hash, _verdict: None
+    on_verdict: OnVerdict = lambda _order, _content_hash, _verdict: None
+    on_failure: OnVerdict = lambda _order, _content_hash, _verdict: None
+    on_ended: OnVerdict = lambda _order, _content_hash, _verdict: None
     is_stopping: threading.Event = field(default_factory=threading.Event)
     clock: Callable[[], float] = time.monotonic
 
@@ -112,6 +118,14 @@ class _Readable(NamedTuple):
     inputs: dict[str, Array]
     served: dict[str, Array]
     rows: int
+
+
+class _Failure(NamedTuple):
+    """A FAIL of the canary that has not ended its shadow yet."""
+
+    order: ShadowOrder
+    content_hash: str
+    verdict: CanaryVerdict
 
 
 class _Running(NamedTuple):
@@ -158,6 +172,7 @@ class ShadowWorker:
         self._note_at = -inf
         """When the state of the canary is written next."""
         self._has_unnoted = False
+        self._failure: _Failure | None = None
 
     @property
     def candidate_pid(self) -> int | None:
@@ -187,6 +202,8 @@ class ShadowWorker:
 
         Raises BrokerUnavailable.
         """
+        if self._failure is not None:
+            self._end_failed(self._failure)
         now = self._options.clock()
         if now >= self._look_at:
             self._follow(now)
@@ -432,8 +449,19 @@ class ShadowWorker:
         logger.info("the canary says %s", verdict.verdict, extra=facts)
         self._options.on_verdict(order, running.candidate.content_hash, verdict)
         if verdict.is_final:
-            self._end.end(self.model, order.id, f"the canary says {verdict.verdict}: {'; '.join(verdict.reasons)}")
-            self._look_at = -inf
+            self._failure = _Failure(order, running.candidate.content_hash, verdict)
+            self._end_failed(self._failure)
+
+    def _end_failed(self, failure: _Failure) -> None:
+        """End a shadow whose canary has refused the candidate. While the broker is away, the next turn tries again."""
+        verdict = failure.verdict
+        self._options.on_failure(*failure)
+        reason = f"the canary says {verdict.verdict}: {'; '.join(verdict.reasons)}"
+        ended = self._end.end(self.model, failure.order.id, reason)
+        self._failure = None
+        self._look_at = -inf
+        if ended is not None:
+            self._options.on_ended(*failure)
 
     def _note_canary(self) -> None:
         """Write what the canary has found, if it has found more: about once a second, and before each pause."""

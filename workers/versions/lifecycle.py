@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 from penstock.registry.broker.base import Broker
+from penstock.registry.broker.breakers import CANDIDATE
 from penstock.registry.deployment import Deployment
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError, InvalidInput, UnknownModel
 from penstock.registry.package import Package
@@ -54,7 +55,7 @@ class ModelLifecycle:
     records; None: no signatures are required. on_version_change: called with a model, the content hash that was active
     until now (empty: none) and the one that is active from now on. ring: wakes the I/O thread. accepts_new_models:
     whether operators may add models that the worker was not started with. deployments: the decisions that this machine
-    has followed.
+    has followed. admits_arm: whether jobs may come to a version of a model as an arm of an experiment.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class ModelLifecycle:
         ring: Callable[[], None],
         accepts_new_models: bool,
         deployments: DeploymentStore,
+        admits_arm: Callable[[str, str], bool] = lambda name, label: True,
     ) -> None:
         self.table: Final = VersionTable(config, repository, packages)
         self.models: Final = self.table.models
@@ -85,6 +87,7 @@ class ModelLifecycle:
         self._metrics = metrics
         self._on_version_change = on_version_change
         self._ring = ring
+        self._admits_arm = admits_arm
         self._accepts_new_models = accepts_new_models
         self._requests: deque[Callable[[], None]] = deque()
         """Requests of other threads to this one."""
@@ -324,13 +327,25 @@ class ModelLifecycle:
     def _arms_of(self, model: ServedModel, deployment: Deployment) -> ServedArms | None:
         if deployment.routing is None:
             return None
-        found = {
-            arm.version: model.active
-            if arm.version == deployment.version
-            else self._with_content(model, arm.version, arm.content_hash)
-            for arm in deployment.routing.arms
-        }
-        return ServedArms(deployment.epoch, deployment.routing, found)
+        others = [arm for arm in deployment.routing.arms if arm.version != deployment.version]
+        found = {arm.version: self._with_content(model, arm.version, arm.content_hash) for arm in others}
+        found[deployment.version] = model.active
+        return ServedArms(deployment, deployment.routing, found, partial(self._admits_arm, model.name))
+
+    def follow_breaker(self, name: str, label: str) -> list[ServedVersion]:
+        """The circuit breaker of a version has opened or closed: its share changes if it is an arm.
+
+        Returns the versions, one for each endpoint, whose waiting jobs go to the version in production.
+        """
+        model = self.models.get(name)
+        if model is None or model.arms is None or label not in model.arms.versions:
+            return []
+        is_admitted = model.arms.admits(label)
+        self._tell_shares(model, model.arms)
+        self._metrics.breaker(name, label, CANDIDATE, is_open=not is_admitted)
+        facts = {"model": name, "version": label}
+        logger.warning("an arm gets %s", "its jobs again" if is_admitted else "no jobs", extra=facts)
+        return [] if is_admitted else [each for each in self.turns if (each.name, each.label) == (name, label)]
 
     def _tell_shares(self, model: ServedModel, former: ServedArms | None) -> None:
         """Set the shares of the arms; after the end of an experiment the active version has all jobs."""
@@ -338,7 +353,7 @@ class ModelLifecycle:
             return
         shares = {arm.version: 0.0 for arm in former.routing.arms} if former is not None else {}
         if model.arms is not None:
-            shares |= {arm.version: arm.weight for arm in model.arms.routing.arms}
+            shares |= model.arms.shares()
         elif model.deployment is not None:
             shares[model.deployment.version] = 1.0
         for label, share in shares.items():

@@ -13,7 +13,7 @@ has a batcher of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from functools import cached_property, partial
 from typing import Final, NamedTuple
@@ -432,25 +432,53 @@ def routing_table(routing: Routing, endpoint: str = DEFAULT_ENDPOINT) -> Routing
 
 
 class ServedArms:
-    """The arms of one model, each with its version where this worker has it. The I/O thread owns it."""
+    """The arms of one model, each with its version where this worker has it. The I/O thread owns it.
 
-    def __init__(self, epoch: int, routing: Routing, versions: Mapping[str, ServedVersion | None]) -> None:
-        """Raises InvalidInput for arms that divide no traffic. versions: by label; None: not found here."""
-        self.epoch: Final = epoch
+    admits: whether jobs may come to the version of this label. The version in production, which needs no leave, has the
+    jobs of an arm that is not admitted.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        routing: Routing,
+        versions: Mapping[str, ServedVersion | None],
+        admits: Callable[[str], bool] = lambda label: True,
+    ) -> None:
+        """Raises InvalidInput for arms that divide no traffic. versions: by label, with the one in production; None:
+        not found here."""
+        self.epoch: Final = deployment.epoch
+        self.production: Final = deployment.version
         self.routing: Final = routing
         self.versions: Final = dict(versions)
+        self._admits = admits
         self._table: Final = routing_table(routing)
         self._tables: Final = {endpoint: routing_table(routing, endpoint) for endpoint in routing.shares}
-        self._contents: Final = {arm.version: arm.content_hash for arm in routing.arms}
+        self._contents: Final = {
+            deployment.version: deployment.content_hash,
+            **{arm.version: arm.content_hash for arm in routing.arms},
+        }
 
     def label_for(self, header: JobHeader) -> str:
         """The label of the version that answers this job, which names none."""
         table = self._table
         if self._tables and header.options.endpoint:
             table = self._tables.get(header.options.endpoint, table)
-        if table.is_sticky:
-            return table.version_for(header.options.sticky_key or header.tenant)
-        return table.version_for(header.id)
+        key = (header.options.sticky_key or header.tenant) if table.is_sticky else header.id
+        label = table.version_for(key)
+        return label if self.admits(label) else self.production
+
+    def admits(self, label: str) -> bool:
+        """Whether jobs may come to this arm: its circuit breaker is not open."""
+        return label == self.production or self._admits(label)
+
+    def shares(self) -> dict[str, float]:
+        """The present share of each arm. One that is not admitted has none, and the version in production has its."""
+        shares = {arm.version: arm.weight for arm in self.routing.arms}
+        for label in [label for label in shares if not self.admits(label)]:
+            shares[self.production] = shares.get(self.production, 0.0) + shares[label]
+            shares[label] = 0.0
+        return shares
 
     def content_of(self, label: str) -> str:
         """The content hash under which other workers report this arm."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from math import sqrt
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from penstock.compose.deploy import Deployer
 from penstock.compose.experiments.changes import Experiments
 from penstock.compose.experiments.gradual import RolloutDriver, begin_rollout, rollout_report
 from penstock.compose.rollout.active_version import active_deployment
+from penstock.registry.admission import SubmitOptions
 from penstock.registry.broker.breakers import CANDIDATE, BreakerLimits, breaker_name
 from penstock.registry.catalog.stages import ModelStage
 from penstock.registry.catalog.tables import Experiment
@@ -28,6 +30,7 @@ from penstock.registry.errors import (
     TransitionRefused,
     UnknownModel,
 )
+from penstock.registry.package import load_package
 from penstock.safety.alerts import Alert, Alerts
 from penstock.safety.arm_figures import ArmFigures, observation_field
 from penstock.safety.breaker import MemoryBreakers
@@ -35,6 +38,7 @@ from penstock.safety.operator_key import OperatorKey
 from penstock.safety.rollout import STEPS, Action, HealthGate, RolloutPlan
 from tests.compose.test_deploy import Site
 from tests.compose.test_deploy import site as site
+from tests.conformance.jobs import ROOMY
 from tests.packages import write_package
 from tests.servers import wait_until
 
@@ -123,6 +127,40 @@ def test_jobs_are_divided_by_workers_from_the_first_step_on(rollouts: Rollouts):
     rollouts.experiments.stop(rollouts.found(), reason="enough")
     assert {site.stage.answer()[0] for _ in range(10)} == {"1"}
     assert site.is_wanted("2") is False
+
+
+def test_shares_of_the_traffic_are_those_of_the_steps(rollouts: Rollouts):
+    """AR-092: 1, 5, 10, 25, 50 and 100 percent of the jobs that a worker has answered, over its real claims.
+
+    A share may miss its step by five sigma. The clients have what each version answers.
+    """
+    lenient = HealthGate(10, max_error_increase=0.9, max_mean_ratio=1e6, max_p95_ratio=1e6)
+    rollouts.begin(plan=RolloutPlan(dwell_s=60, gate=lenient))
+    shares = []
+    for percent in STEPS:
+        expected = percent / 100
+        assert rollouts.share() == expected
+        shares.append(candidates_share(rollouts.site, JOBS_OF_A_STEP))
+        assert abs(shares[-1] - expected) <= 5 * sqrt(expected * (1 - expected) / JOBS_OF_A_STEP)
+        if percent < 100:
+            for _ in range(3):
+                rollouts.driver._pause(1)
+            assert rollouts.driver.turn(rollouts.found()).action is Action.ADVANCE
+    assert (shares[-1], shares == sorted(set(shares))) == (1.0, True)
+
+
+JOBS_OF_A_STEP = 1500
+
+
+def candidates_share(site: Site, count: int) -> float:
+    """The share of so many jobs that version 2 has answered."""
+    stage = site.stage
+    spec = load_package(stage.root / site.model / "1").spec
+    jobs = [stage._builder.build(spec, {"x": [[float(number), 0, 0, 0]]}, SubmitOptions()) for number in range(count)]
+    assert {receipt.outcome for receipt in site.broker.publish(site.model, jobs, ROOMY)} == {"accepted"}
+    answers = [stage.result(job.job_id) for job in jobs]
+    assert all(value == number * {"1": 1, "2": 10}[header.version] for number, (header, value) in enumerate(answers))
+    return sum(header.version == "2" for header, _ in answers) / count
 
 
 def test_driver_that_dies_loses_nothing(rollouts: Rollouts):
@@ -408,3 +446,25 @@ def test_rollout_that_is_rolled_back_is_one_alert(guarded: tuple[Rollouts, Memor
     rollouts.driver.turn(rollouts.found())
     assert rollouts.found().status == "stopped"
     assert [alert.kind for alert in told] == ["rollout"]
+
+
+def test_each_step_back_is_one_alert(guarded: tuple[Rollouts, MemoryBreakers, list[Alert]]):
+    """Two steps back and the end are three failures; looks without a decision, and two drivers, send no other."""
+    rollouts, _, told = guarded
+    rollouts.begin()
+    for number in range(2):
+        for _ in range(3):
+            rollouts.driver._pause(1)
+        assert rollouts.driver.turn(rollouts.found()).action is Action.ADVANCE
+        rollouts.observe(jobs=60, errors=50)
+        seen = rollouts.found()
+        assert rollouts.driver.turn(seen).action is Action.STEP_BACK
+        with pytest.raises(TransitionConflict):
+            rollouts.driver.turn(seen)
+        assert rollouts.driver.turn(rollouts.found()).action is Action.WAIT
+        assert [alert.reason.partition(":")[0] for alert in told] == ["2 goes back to 1 %"] * (number + 1)
+    assert {(alert.kind, alert.version) for alert in told} == {("rollout", "2")}
+    rollouts.observe(jobs=60, errors=50)
+    assert rollouts.driver.turn(rollouts.found()).action is Action.ROLL_BACK
+    assert [alert.reason.partition(":")[0] for alert in told] == ["2 goes back to 1 %"] * 2 + ["2 is rolled back"]
+    assert len({alert.id for alert in told}) == 3

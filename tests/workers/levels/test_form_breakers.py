@@ -5,6 +5,10 @@ Two optimizers with one model each share their breakers in memory; the test is e
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,15 @@ from penstock.registry.broker.breakers import BreakerReading
 from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.settings_sections import InferenceConfig
 from penstock.registry.tensors import Array
+from penstock.safety.audit import AuditConfig, AuditLogger
 from penstock.safety.breaker import MemoryBreakers
 from penstock.safety.fallback import FallbackChain
+from penstock.safety.hysteresis import HysteresisLimits, StateChange
+from penstock.safety.orchestrator import replayed
+from penstock.safety.validators import Verdict
+from penstock.workers.levels.decision_audit import audit_decision
+from penstock.workers.levels.form_breakers import FormBreakers
+from tests.safety.audits import KEY
 from tests.workers.levels.fake_model import Clock, Form, Rotation
 from tests.workers.levels.test_optimizer import OptimizerHarness
 
@@ -50,7 +61,14 @@ class _Fleet:
     def _worker(self, home: Path) -> OptimizerHarness:
         runtime = Rotation(self.clock, {"compiled": Form(self._change, cost_s=0.25)})
         config = InferenceConfig.model_validate({"max_level": 2})
-        return OptimizerHarness(home, runtime, self.clock, config, breakers=self.breakers)
+        log = AuditLogger(config=AuditConfig(home / "audit", KEY))
+        audit = partial(audit_decision, log)
+        return OptimizerHarness(home, runtime, self.clock, config, breakers=self.breakers, audit=audit)
+
+    def replayed(self, worker: OptimizerHarness) -> set[str]:
+        """The optimisations that are on here, by the files of the audit log alone."""
+        states = replayed(AuditLogger(config=AuditConfig(worker.home / "audit", KEY)).get_entries_since(0))
+        return {key.optimization for key, state in states.items() if state.is_on}
 
     def _change(self, rows: Array) -> Array:
         if self.is_broken:
@@ -184,3 +202,93 @@ def test_a_worker_that_starts_later_does_not_use_what_is_off(fleet: _Fleet, tmp_
     third.settle()
     assert third.runtime.forms.name == "eager"
     assert not fleet._serves(third)
+
+
+def test_audit_log_alone_gives_what_each_worker_runs(fleet: _Fleet):
+    """AR-029: on, off by the breaker of another worker, on again; at each moment the log on disk says so."""
+
+    def running(worker: OptimizerHarness) -> set[str]:
+        return {step["step"] for step in worker.entry["steps"] if step["state"] == "on"}
+
+    def check(*, is_on: bool) -> None:
+        for worker in (fleet.first, fleet.second):
+            assert fleet.replayed(worker) == running(worker)
+            assert ("compiled" in running(worker)) is is_on
+
+    check(is_on=True)
+    fleet.is_broken = True
+    fleet.first.serve(1)
+    fleet.turn()
+    check(is_on=False)
+    fleet.is_broken = False
+    fleet.clock.now += MIN_OFF_S + 10
+    fleet.settle()
+    check(is_on=True)
+
+
+# A simulated day
+
+DAY_S = 86_400
+
+
+class _Day:
+    """Two workers whose form flaps, second by second. Each of them tells its own changes."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.store = MemoryBreakers(lambda: int(self.now_s * 1000))
+        self.changes: list[list[StateChange]] = [[], []]
+        self.workers = [self._worker(told) for told in self.changes]
+        for worker in self.workers:
+            worker.switched_on(FORM)
+
+    def _worker(self, told: list[StateChange]) -> FormBreakers:
+        return FormBreakers(
+            self.store,
+            lambda: ["rotation"],
+            lambda name, record: None,
+            lambda: self.now_s,
+            on_transition=lambda name, change: told.append(change),
+        )
+
+    def live(self, second: Callable[[FormBreakers, int], None]) -> None:
+        """A day; a granted probe passes, and a form whose breaker is closed is switched on by the gate."""
+        for number in range(DAY_S):
+            for worker in self.workers:
+                worker.turn()
+                if probe := worker.take_probe(FORM):
+                    while worker.judged(FORM, probe, Verdict.PASS, ""):
+                        pass
+                elif not worker.is_open(FORM) and worker.admits(FORM):
+                    worker.switched_on(FORM)
+                    second(worker, number)
+                worker.advance(FORM)
+            self.now_s += 1
+
+
+_draws = random.Random(15)
+DRAWS = [_draws.random() for _ in range(DAY_S)]
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        pytest.param(lambda worker, _: worker.trip(FORM, "it raised"), id="trips-at-once"),
+        pytest.param(lambda worker, _: worker.observed(FORM, Verdict.FAIL, "it drifts"), id="fails-softly"),
+        pytest.param(lambda worker, _: worker.failed(FORM, "a batch failed"), id="fails-batches"),
+        pytest.param(
+            lambda worker, number: worker.trip(FORM, "chance") if DRAWS[number] < 0.01 else None, id="by-chance"
+        ),
+    ],
+)
+def test_flapping_day_changes_a_form_rarely(second: Callable[[FormBreakers, int], None]):
+    """On each worker: at most one change per minimum time off, and never two returns within one."""
+    day = _Day()
+    day.live(second)
+    limits = HysteresisLimits()
+    for changes in day.changes:
+        # The first one is the start of the day.
+        assert len(changes) - 1 <= DAY_S / limits.min_off_s
+        returns = [change.at_s for change in changes if change.is_on]
+        assert all(later - earlier >= limits.min_off_s for earlier, later in pairwise(returns))
+        assert len(changes) > 20, "the form did flap"

@@ -62,6 +62,8 @@ class OptimizerHarness:
     validators: ValidatorRegistry | None = None
     archive: GoldenArchive | None = None
     breakers: BreakerEnd | None = None
+    audit: Callable[[Mapping[str, object]], None] | None = None
+    """Gets what `records` gets."""
     content_hash: str = "ab" * 32
 
     def __post_init__(self) -> None:
@@ -70,7 +72,7 @@ class OptimizerHarness:
             self.config,
             home=self.home,
             device="cpu",
-            audit=self.records.append,
+            audit=self._audit,
             metrics=self.metrics,
             compiler=None,
             clock=self.clock,
@@ -79,6 +81,11 @@ class OptimizerHarness:
             breakers=self.breakers,
         )
         self.profiler: Profiler = self.optimizer.attach("rotation", self.runtime, self.content_hash, ROWS)
+
+    def _audit(self, facts: Mapping[str, object]) -> None:
+        self.records.append(facts)
+        if self.audit is not None:
+            self.audit(facts)
 
     def serve(self, batches: int) -> list[Mapping[str, Array]]:
         """Serves this many batches of traffic; returns the outputs of each job."""

@@ -15,6 +15,7 @@ import pytest
 
 from penstock.registry.broker.redis_shadow import RedisShadow
 from penstock.registry.deployment import Deployment
+from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.settings import Settings
 from penstock.registry.shadow import ShadowOrder
 from penstock.safety.canary import CanaryState
@@ -341,6 +342,49 @@ def test_a_failure_of_the_canary_ends_the_shadow(open_shadow: OpenShadow):
     following = order_of(shadow.model)
     assert shadow.end.start(following, following.seal()) is None
     assert shadow.end.state(shadow.model).is_running
+
+
+def test_one_of_two_shadow_workers_tells_of_the_failure(open_shadow: OpenShadow):
+    """Both find it before the shadow has ended, and both stop the candidate; the one that ends it sends the alert."""
+    shadow = open_shadow(MISBEHAVING)
+    shadow.started(canary_pairs=1500)
+    told: list[str] = []
+    second = shadow.worker(on_failure=lambda *_: told.append("b stops"), on_ended=lambda *_: told.append("b tells"))
+
+    def found(*_: object) -> None:
+        shadow.mirror(-1)
+        shadow.run(second, 2)
+
+    first = shadow.worker(
+        on_verdict=found, on_failure=lambda *_: told.append("a stops"), on_ended=lambda *_: told.append("a tells")
+    )
+    shadow.mirror(-1)
+    shadow.run(first, 1)
+    assert told == ["b stops", "b tells", "a stops"]
+    assert not shadow.end.state(shadow.model).is_running
+
+
+def test_failure_is_told_once_the_broker_is_back(open_shadow: OpenShadow):
+    """It was away when the breaker was to be opened: the next turn goes on, and the verdict is recorded once."""
+    shadow = open_shadow(MISBEHAVING)
+    order = shadow.started(canary_pairs=1500)
+    told: list[str] = []
+
+    def stop(*_: object) -> None:
+        told.append("stop")
+        if told.count("stop") == 1:
+            raise BrokerUnavailable("away")
+
+    worker = shadow.worker(
+        on_verdict=lambda *_: told.append("record"), on_failure=stop, on_ended=lambda *_: told.append("tell")
+    )
+    shadow.mirror(-1)
+    with pytest.raises(BrokerUnavailable):
+        shadow.run(worker, 1)
+    assert shadow.end.state(shadow.model).is_running
+    worker.step()
+    assert told == ["record", "stop", "stop", "tell"]
+    assert shadow.end.mirror(order, [pair_of(order)]) is None
 
 
 def test_a_late_end_harms_no_later_shadow(open_shadow: OpenShadow):

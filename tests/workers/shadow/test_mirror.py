@@ -8,21 +8,23 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import yaml
 
 from penstock.registry.broker.base import State
 from penstock.registry.broker.redis_shadow import RedisShadow
 from penstock.registry.envelope import Keyring, Retry
-from penstock.registry.queues import shadow_order_key
+from penstock.registry.queues import shadow_key, shadow_order_key
 from penstock.registry.shadow import ShadowOrder, ShadowPair, sampler
 from penstock.safety.operator_key import OperatorKey, PublicKeys
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.shadow.mirror import ShadowMirror
-from tests.packages import write_double, write_raiser
+from tests.packages import write_double, write_package, write_raiser
 from tests.payload_keys import sealing
 from tests.servers import LEAST_PATIENCE_S, RedisServer, wait_until
 from tests.workers.shadow.pairs import UNSIGNED, order_of
-from tests.workers.stepped import SteppedHarness, SteppedWorker, open_harness
+from tests.workers.stepped import LEASE_S, SteppedHarness, SteppedWorker, open_harness
 
 SIGNED = Keyring.parse(f"first:{base64.b64encode(b'1' * 32).decode()}")
 
@@ -183,6 +185,87 @@ def test_pairs_are_sealed_as_payloads_are(
     assert pair.header.is_sealed == keyring.seals
     assert pair.outputs["y"][0, 0] == 2
     mirrored.mirror.close()
+
+
+def in_redis(server: RedisServer, model: str) -> bytes:
+    """All bytes of the shadow queue, as another program would read them."""
+    with server.client() as client:
+        return b"".join(value for _, fields in client.xrange(shadow_key(model)) for value in fields.values())
+
+
+@pytest.mark.parametrize("keyring", [SIGNED, sealing(SIGNED)], ids=["signed", "sealed"])
+def test_redis_has_the_bytes_of_jobs_only_where_payloads_are_not_sealed(
+    harness: SteppedHarness, shared_redis: RedisServer, slot: str, end: RedisShadow, keyring: Keyring
+):
+    """The numbers of a job and of its answer, as they lie in the broker's memory."""
+    begun(end, slot)
+    mirrored = Mirrored(harness, shared_redis.url, keyring=keyring)
+    mirrored.report()
+    mirrored.serve(slot, 1234.5)
+    wait_until(lambda: end.state(slot).pairs == 1, 30, "the pair is there")
+    lying = in_redis(shared_redis, slot)
+    for number in (1234.5, 2 * 1234.5):
+        assert (np.array([number, 0, 0, 0], np.float32).tobytes() in lying) is not keyring.seals
+    mirrored.mirror.close()
+
+
+CARD = "4111 1111 1111 1111"
+COUNTS = """
+import numpy as np
+
+def build():
+    return lambda inputs: {"y": np.array([[len(text)] * 4 for text in inputs["x"]], np.float32)}
+"""
+
+
+@pytest.mark.parametrize("keyring", [SIGNED, sealing(SIGNED)], ids=["signed", "sealed"])
+def test_pairs_are_never_redacted(
+    models_root: Path, shared_redis: RedisServer, slot: str, end: RedisShadow, keyring: Keyring
+):
+    """A redacted text is another text. The candidate gets the whole one, and Redis has it in plain only unsealed."""
+    file = write_package(models_root, slot, COUNTS) / "model.yaml"
+    spec = yaml.safe_load(file.read_text())
+    spec["inputs"] = [{"name": "x", "dtype": "string", "shape": ["batch"]}]
+    file.write_text(yaml.safe_dump(spec))
+    redacting = {"redact_detectors": ("payment_card",)}
+    for harness in open_harness(models_root, cache={"enabled": False}, privacy=redacting):
+        order = begun(end, slot)
+        mirrored = Mirrored(harness, shared_redis.url, keyring=keyring)
+        mirrored.report()
+        harness.publish_inputs(slot, {"x": [CARD]})
+        mirrored.worker.forwards()
+        wait_until(lambda: end.state(slot).pairs == 1, 30, "the pair is there")
+        lying = in_redis(shared_redis, slot)
+        assert (CARD.encode() in lying) is not keyring.seals
+        assert b"REDACTED" not in lying
+        (pair,) = pairs(end, order, 1, keyring)
+        assert (pair.inputs["x"].tolist(), pair.outputs["y"][0, 0]) == ([CARD], len(CARD))
+        mirrored.mirror.close()
+
+
+def test_a_job_whose_lease_was_lost_is_not_mirrored(
+    harness: SteppedHarness, shared_redis: RedisServer, slot: str, end: RedisShadow
+):
+    """Another worker has answered it meanwhile: the late commit is fenced off, and nothing of it becomes a pair."""
+    order = begun(end, slot)
+    late, other = (Mirrored(harness, shared_redis.url) for _ in range(2))
+    late.report()
+    (job_id,) = harness.publish(slot, 1)
+    run = late.worker.begin_next()
+    assert [item.job.header.id for item in run.batch.items] == [job_id]
+    harness.suspend(late.worker)
+    harness.pass_time(3 * LEASE_S)
+    other.worker.forwards()
+    assert harness.state(job_id) is State.COMPLETED
+    wait_until(lambda: other.count("mirrored") == 1, 30, "the other one has mirrored it")
+    late.worker.end(run)
+    late.worker.turn(5)
+    assert late.mirror.is_active
+    assert late.mirror._thread is None
+    assert [late.count(outcome) for outcome in ("mirrored", "over", "failed", "behind")] == [0, 0, 0, 0]
+    late.mirror.close()
+    other.mirror.close()
+    assert [pair.header.id for pair in pairs(end, order, 1)] == [job_id]
 
 
 def test_a_stopped_shadow_is_mirrored_no_more(

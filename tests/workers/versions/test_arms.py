@@ -9,17 +9,27 @@ from typing import Any
 
 import pytest
 
+from penstock.registry.admission import SubmitOptions
 from penstock.registry.broker.base import State
+from penstock.registry.broker.breakers import (
+    CANDIDATE,
+    BreakerLimits,
+    BreakerReading,
+    breaker_name,
+    new_breaker_id,
+)
 from penstock.registry.deployment import DeployedArm, Deployment, Routing
-from penstock.registry.envelope import open_result
+from penstock.registry.envelope import Retry, open_result
+from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.package import load_package
 from penstock.safety.arm_figures import ArmFigures, read_observations
+from penstock.safety.breaker import MAX_COPY_AGE_S, MemoryBreakers
 from penstock.safety.routing import Arm, RoutingTable
 from penstock.workers.versions import peers
 from penstock.workers.versions.repository import DiskRepository
 from tests.packages import write_package
 from tests.servers import wait_until
-from tests.workers.stepped import UNSIGNED, SteppedHarness, SteppedWorker, open_harness
+from tests.workers.stepped import LIMITS, UNSIGNED, SteppedHarness, SteppedWorker, open_harness
 
 MODEL = "shared"
 EXPERIMENT = "rollout-1"
@@ -34,6 +44,28 @@ def build():
 """
 
 
+FAILS = """
+def build():
+    def forward(inputs):
+        if (inputs["x"] > 4).any():
+            raise ConnectionError("a service is away")
+        return {"y": inputs["x"] * 10}
+
+    return forward
+"""
+
+
+class _Breakers(MemoryBreakers):
+    """Breakers whose broker can be away."""
+
+    is_away = False
+
+    def breakers(self, model: str) -> BreakerReading:
+        if self.is_away:
+            raise BrokerUnavailable("away")
+        return super().breakers(model)
+
+
 class Site:
     """Versions 1 (x) and 2 (10 x) of a model, and workers whose loads run on threads of their own."""
 
@@ -41,11 +73,12 @@ class Site:
         self.root = root
         self.harness = harness
         self.hashes = {label: load_package(root / MODEL / label).manifest().content_hash for label in ("1", "2")}
+        self.breakers = _Breakers(lambda: int(harness.now * 1000))
         self._epoch = 0
 
     def start(self, root: Path | None = None) -> SteppedWorker:
         root = root or self.root
-        return self.harness.start_worker(repository=DiskRepository(root, [root]))
+        return self.harness.start_worker(repository=DiskRepository(root, [root]), breakers=self.breakers)
 
     def activate(self, weights: dict[str, float] | None = None, *, version: str = "1", **routing: Any) -> int:
         """The next decision: `version` is active, and arms with these weights share the jobs."""
@@ -84,6 +117,31 @@ class Site:
         assert header.error is None, header.error
         assert header.content_hash == self.hashes[header.version]
         return header.version
+
+    def stop_arm(self, worker: SteppedWorker, label: str = "2") -> None:
+        """The breaker of this version opens, and the worker reads it."""
+        name = breaker_name(MODEL, label, CANDIDATE)
+        self.breakers.force_open_breaker(name, "the canary says FAIL", new_breaker_id(), BreakerLimits())
+        self.read_breakers(worker)
+
+    def publish_named(self, number: float, version: str) -> str:
+        """A job that names a version; its id."""
+        spec = load_package(self.root / MODEL / version).spec
+        job = self.harness._builder.build(spec, {"x": [[number, 0, 0, 0]]}, SubmitOptions(version=version))
+        (receipt,) = self.harness.broker.publish(MODEL, [job], LIMITS)
+        assert receipt.outcome == "accepted"
+        return job.job_id
+
+    def read_breakers(self, worker: SteppedWorker) -> bool:
+        """One reading of the thread that reads them."""
+        assert worker.drain.parts.arm_breakers is not None
+        return worker.drain.parts.arm_breakers.turn()
+
+    def answered_by(self, worker: SteppedWorker, *numbers: float, **how: Any) -> set[str]:
+        """The versions that answer such jobs."""
+        jobs = self.harness.publish(MODEL, *numbers, **how)
+        self.run(worker, jobs)
+        return {self.version_of(job_id) for job_id in jobs}
 
     def figures(self, worker: SteppedWorker) -> dict[int, dict[str, ArmFigures]]:
         """What the workers have written, after a report of this one."""
@@ -381,3 +439,128 @@ def test_arms_that_divide_no_traffic_are_refused(site: Site, weights: dict[str, 
     site.run(worker, jobs)
     assert {site.version_of(job_id) for job_id in jobs} == {"1"}
     assert "the record of the active version is refused" in caplog.text
+
+
+@pytest.mark.parametrize("weights", [{"2": 1.0, "1": 0.0}, {"1": 0.5, "2": 0.5}], ids=["rollout", "ab"])
+def test_arm_with_an_open_breaker_gets_no_jobs(site: Site, weights: dict[str, float]):
+    """AR-064: no driver acts and the record stays; the version in production answers from the next claim on."""
+    site.activate(weights)
+    worker = site.start()
+    site.await_loaded(worker)
+    site.read_breakers(worker)
+    numbers = [float(number) for number in range(1, 31)]
+    before = site.answered_by(worker, *numbers)
+    assert "2" in before
+    site.stop_arm(worker)
+    assert site.answered_by(worker, *numbers) == {"1"}
+    assert site.answered_by(worker, *numbers, sticky_key="anna") == {"1"}
+    site.breakers.reset_breaker(breaker_name(MODEL, "2", CANDIDATE))
+    site.read_breakers(worker)
+    assert "2" in site.answered_by(worker, *numbers)
+
+
+def test_other_arm_keeps_its_jobs(site: Site):
+    """Only the jobs of the stopped version go to the one in production, which is no candidate of its own."""
+    write_package(site.root, MODEL, TIMES.format(factor=100), version="3")
+    site.hashes["3"] = load_package(site.root / MODEL / "3").manifest().content_hash
+    weights = {"1": 0.2, "2": 0.4, "3": 0.4}
+    site.activate(weights)
+    worker = site.start()
+    site.await_loaded(worker)
+    site.await_loaded(worker, "3")
+    site.stop_arm(worker)
+    site.stop_arm(worker, "1")
+    jobs = site.harness.publish(MODEL, *range(1, 61))
+    site.run(worker, jobs)
+    expected = [table(weights).version_for(job_id) for job_id in jobs]
+    assert [site.version_of(job_id) for job_id in jobs] == ["1" if label == "2" else label for label in expected]
+    assert set(expected) == {"1", "2", "3"}
+
+
+def test_jobs_that_wait_for_a_stopped_arm_leave_it(site: Site):
+    """The forward under way ends; every other job in memory, in a formed batch or not, goes to production."""
+    site.activate({"2": 1.0, "1": 0.0})
+    worker = site.start()
+    site.await_loaded(worker)
+    site.read_breakers(worker)
+    jobs = site.harness.publish(MODEL, *range(1, 201))
+    under_way = worker.begin_next()
+    worker.turn(3)
+    waiting = worker.drain.reserved()
+    assert len(waiting) > 0
+    site.stop_arm(worker)
+    worker.end(under_way)
+    site.run(worker, jobs)
+    begun = {item.job.header.id for item in under_way.batch.items}
+    assert 0 < len(begun) < len(jobs)
+    assert {site.version_of(job_id) for job_id in begun} == {"2"}
+    assert {site.version_of(job_id) for job_id in jobs if job_id not in begun} == {"1"}
+    assert {header.id for header in waiting} - begun
+
+
+def test_job_that_names_a_stopped_version_gets_it(site: Site):
+    """Its client has asked for it: also where it waits beside jobs of the experiment."""
+    site.activate({"2": 1.0, "1": 0.0})
+    worker = site.start()
+    site.await_loaded(worker)
+    named = [site.publish_named(3.0, "2")]
+    others = site.harness.publish(MODEL, 4.0)
+    worker.turn(2)
+    site.stop_arm(worker)
+    site.run(worker, [*named, *others])
+    assert [site.version_of(job_id) for job_id in (*named, *others)] == ["2", "1"]
+
+
+def test_next_try_of_a_job_leaves_a_stopped_arm(site: Site):
+    """Between two tries the breaker opened: the next one is made by the version in production."""
+    (site.root / MODEL / "2" / "model.py").write_text(FAILS)
+    site.hashes["2"] = load_package(site.root / MODEL / "2").manifest().content_hash
+    site.activate({"2": 1.0, "1": 0.0})
+    worker = site.start()
+    site.await_loaded(worker)
+    (job_id,) = site.harness.publish(MODEL, 5.0, retry=Retry(attempts=3, backoff_s=1, longest_s=1))
+    worker.forward()
+    assert worker.notes.retries == [job_id]
+    site.stop_arm(worker)
+    site.run(worker, [job_id])
+    assert site.version_of(job_id) == "1"
+
+
+def test_candidates_are_not_trusted_while_breakers_cannot_be_read(site: Site):
+    """For a second the last reading holds; then the version in production answers, until there is a new one."""
+    site.activate({"2": 1.0, "1": 0.0})
+    worker = site.start()
+    site.await_loaded(worker)
+    site.read_breakers(worker)
+    site.breakers.is_away = True
+    assert not site.read_breakers(worker)
+    arms = worker.drain.lifecycle.models[MODEL].arms
+    assert arms is not None
+    assert arms.admits("2")
+    site.harness.now += MAX_COPY_AGE_S + 0.01
+    assert not arms.admits("2")
+    assert site.answered_by(worker, 1.0, 2.0) == {"1"}
+    site.breakers.is_away = False
+    assert site.read_breakers(worker)
+    assert site.answered_by(worker, 1.0, 2.0) == {"2"}
+
+
+def test_share_of_a_stopped_arm_is_zero_in_the_metrics(site: Site):
+    """With the state of its breaker; the share of production grows by it."""
+    site.activate({"2": 0.25, "1": 0.75})
+    worker = site.start()
+    site.await_loaded(worker)
+
+    def shown(metric: str) -> dict[str, float]:
+        (family,) = [each for each in worker.metrics.collect() if each.name == metric]
+        return {sample.labels["model_version"]: sample.value for sample in family.samples}
+
+    site.stop_arm(worker)
+    worker.turn()
+    assert shown("penstock_traffic_share") == {"1": 1.0, "2": 0.0}
+    assert shown("penstock_breaker_open") == {"2": 1.0}
+    site.breakers.reset_breaker(breaker_name(MODEL, "2", CANDIDATE))
+    site.read_breakers(worker)
+    worker.turn()
+    assert shown("penstock_traffic_share") == {"1": 0.75, "2": 0.25}
+    assert shown("penstock_breaker_open") == {"2": 0.0}

@@ -1,0 +1,89 @@
+"""The circuit breakers of candidates in one worker: an arm of an experiment whose breaker is open gets no jobs.
+
+    a canary refuses, a candidate drifts --> breaker `model/version:candidate` --> read here four times a second
+        --> admits: a job that is claimed from then on goes to the version in production
+        --> take_changes: so do the jobs that wait for the arm
+
+Nobody else has to act: the driver of the rollout may be dead, and an A/B experiment has none. The breakers of a model
+are read while it has arms. A worker that cannot read them for a second trusts no candidate.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from penstock.registry.broker.breakers import CANDIDATE, BreakerEnd, BreakerRecord, split_breaker_name
+from penstock.safety.breaker import MAX_COPY_AGE_S
+from penstock.workers.levels.shared_breakers import SharedBreakers
+
+__all__ = ["ArmBreakers", "ArmChange"]
+
+_SUFFIX: Final = f":{CANDIDATE}"
+
+
+class ArmChange(NamedTuple):
+    """The breaker of this version has opened or closed."""
+
+    model: str
+    label: str
+
+
+class ArmBreakers:
+    """The breakers of the arms of one worker. `admits` and `take_changes` are for any thread, and wait for nothing.
+
+    models: those that have arms. ring: called on a thread of its own when a breaker has opened or closed. clock:
+    monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        end: BreakerEnd,
+        models: Callable[[], Sequence[str]],
+        *,
+        ring: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._ring = ring
+        self._changes: deque[ArmChange] = deque()
+        self._shared = SharedBreakers(end, models, on_change=self._changed, clock=clock)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._shared.run, args=(self._stopping,), name="arms", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read the breakers."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 3.0) -> None:
+        """End the thread."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def turn(self) -> bool:
+        """One reading; see SharedBreakers.turn. For tests, which are the thread."""
+        return self._shared.turn()
+
+    def admits(self, model: str, label: str) -> bool:
+        """Whether jobs may come to this version as an arm. Before the first reading they may.
+
+        The beginning of an experiment is refused while a breaker is open, and the first reading follows at once.
+        """
+        if self._shared.away_s > MAX_COPY_AGE_S:
+            return False
+        return self._shared.record(f"{model}/{label}{_SUFFIX}").is_closed
+
+    def take_changes(self) -> list[ArmChange]:
+        """The versions whose breakers have opened or closed since the last call."""
+        taken = []
+        while self._changes:
+            taken.append(self._changes.popleft())
+        return taken
+
+    def _changed(self, name: str, _: BreakerRecord) -> None:
+        if name.endswith(_SUFFIX):
+            model, local = split_breaker_name(name)
+            self._changes.append(ArmChange(model, local.removesuffix(_SUFFIX)))
+            self._ring()
