@@ -214,7 +214,8 @@ class JobRoutes:
     async def follow(self, exchange: Exchange) -> None:
         """GET /v1/jobs/{id}/events."""
         handle = self._client.job(exchange.words["id"])
-        await self._streams.send(handle, await self._codec(handle), exchange)
+        with self._jobs.waiter(handle.id):
+            await self._streams.send(handle, await self._codec(handle), exchange)
 
     async def _show(self, handle: AsyncJobHandle, exchange: Exchange, *, pending_status: int, codec: Codec) -> None:
         status = await handle.status()
