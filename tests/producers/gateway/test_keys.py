@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import queue
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -248,36 +250,102 @@ def test_a_gateway_asks_for_keys_once_there_is_one(start_gateway: StartGateway, 
 # Whose jobs
 
 
-def _calls(document: dict[str, Any], job_id: str) -> Iterator[tuple[str, str]]:
-    """(method, path) of every route of the application, with the words filled in."""
+def _calls(document: dict[str, Any], owned: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, str, str]]:
+    """(method, path, id) of every route of the application, with the words filled in; the id is empty without one.
+
+    owned: the ids of another tenant by the path in front of them.
+    """
     for path, operations in document["paths"].items():
-        for method in operations:
-            words = {"{id}": job_id, "{name}": "double", "{version}": "1"}
-            for word, value in words.items():
-                path = path.replace(word, value)
-            assert "{" not in path, f"Expected a value for every word of {path}"
-            yield method.upper(), path
+        path = path.replace("{name}", "double").replace("{version}", "1")
+        stem = path.partition("/{id}")[0]
+        ids = owned[stem] if "{id}" in path else [""]
+        for method, named in itertools.product(operations, ids):
+            filled = path.replace("{id}", named)
+            assert "{" not in filled, f"Expected a value for every word of {path}"
+            yield method.upper(), filled, named
 
 
-def test_no_route_crosses_to_another_tenant(stack: GatewayStack, acme: httpx.Client, globex: httpx.Client):
-    """0 crossings: each route that names a job answers 404, and no answer of any other route has a job of the other."""
+def _batch_of_naps(client: httpx.Client, count: int) -> tuple[str, str]:
+    """(the id of a file of so many lines, that of a batch which runs it)."""
+    lines = [
+        json.dumps(
+            {
+                "custom_id": str(number),
+                "method": "POST",
+                "url": "/v1/models/napper:predict",
+                "body": {"inputs": {"x": [[number, 8, 7, 6]]}},
+            }
+        )
+        for number in range(count)
+    ]
+    file = client.post("/v1/files", files={"file": ("l.jsonl", "\n".join(lines))}, data={"purpose": "batch"}).json()
+    fields = {"input_file_id": file["id"], "endpoint": "/v1/models/napper:predict", "completion_window": "1h"}
+    return file["id"], client.post("/v1/batches", json=fields).json()["id"]
+
+
+def _ended_batch(client: httpx.Client, batch_id: str) -> dict[str, Any]:
+    """The batch, once it has completed."""
+
+    def found() -> Any:
+        batch = client.get(f"/v1/batches/{batch_id}").json()
+        return batch if batch["status"] == "completed" else None
+
+    batch: dict[str, Any] = wait_until(found, 60, "the batch has completed")
+    return batch
+
+
+def test_no_route_crosses_to_another_tenant(acme: httpx.Client, globex: httpx.Client, site: Site):
+    """0 crossings: each route that names a job, a file, a batch or a response of another tenant answers 404, whether it
+    has ended or runs, and changes nothing; no answer of any other route has an id of them."""
     ended = acme.post("/v1/jobs", json=job()).json()["id"]
     acme.get(f"/v1/jobs/{ended}?wait=60")
+    first_input, first_batch = _batch_of_naps(acme, 1)
+    output = _ended_batch(acme, first_batch)["output_file_id"]
+    wish = {"model": "writer", "input": "abc", "background": True, "max_output_tokens": 8, "ignore_eos": True}
+    responses = [acme.post("/v1/responses", json=wish).json()["id"] for _ in range(2)]
+    acme.get(f"/v1/jobs/{responses[0].removeprefix('resp_')}?wait=60")
     held = [acme.post("/v1/jobs", json=job("napper", [n, 1, 0, 0])).json()["id"] for n in range(3)]
+    second_input, second_batch = _batch_of_naps(acme, 4)
+    owned = {
+        "/v1/jobs": [ended, held[-1], *(name.removeprefix("resp_") for name in responses)],
+        "/v1/files": [first_input, output, second_input],
+        "/v1/batches": [first_batch, second_batch],
+        "/v1/responses": responses,
+    }
+    every = {name for names in owned.values() for name in names} | {*held}
     document = globex.get("/openapi.json").json()
-    seen = 0
-    for job_id in (ended, held[-1]):
-        for method, path in _calls(document, job_id):
-            found = globex.request(method, path, json={} if method == "POST" else None)
-            if job_id in path:
-                seen += 1
-                assert found.status_code == 404, f"{method} {path}: {found.status_code} {found.text}"
-                assert "Penstock-Job-Id" not in found.headers
-            else:
-                assert not [each for each in (ended, *held) if each in found.text or each in str(found.headers)], path
-    assert seen >= 6
+    seen: Counter[str] = Counter()
+    for method, path, named in _calls(document, owned):
+        found = globex.request(method, path, json={} if method == "POST" else None)
+        if named:
+            seen[path.replace(named, "{id}")] += 1
+            assert found.status_code == 404, f"{method} {path}: {found.status_code} {found.text}"
+            assert "Penstock-Job-Id" not in found.headers
+        else:
+            assert not [each for each in every if each in found.text or each in str(found.headers)], path
+    assert seen == {
+        "/v1/jobs/{id}": 8,
+        "/v1/jobs/{id}/events": 4,
+        "/v1/files/{id}": 6,
+        "/v1/files/{id}/content": 3,
+        "/v1/batches/{id}": 2,
+        "/v1/batches/{id}/cancel": 2,
+        "/v1/responses/{id}": 4,
+        "/v1/responses/{id}/cancel": 2,
+    }
+    for named, query in (("/v1/files", first_input), ("/v1/batches", first_batch)):
+        assert globex.get(named, params={"after": query}).status_code == 404
+    fields = {"input_file_id": first_input, "endpoint": "/v1/models/double:predict", "completion_window": "1h"}
+    assert globex.post("/v1/batches", json=fields).status_code == 404
+    assert globex.get(f"/v1/responses/{responses[0]}", params={"stream": "true"}).status_code == 404
     for job_id in (ended, *held):
         assert acme.get(f"/v1/jobs/{job_id}?wait=60").json()["status"] == "completed"
+    assert _ended_batch(acme, second_batch)["request_counts"] == {"total": 4, "completed": 4, "failed": 0}
+    for file in owned["/v1/files"]:
+        assert acme.get(f"/v1/files/{file}/content").status_code == 200
+    for name in responses:
+        acme.get(f"/v1/jobs/{name.removeprefix('resp_')}?wait=60")
+        assert acme.get(f"/v1/responses/{name}").json()["usage"]["output_tokens"] == 8
 
 
 def test_tenants_share_no_idempotency_keys(acme: httpx.Client, globex: httpx.Client):
