@@ -518,6 +518,31 @@ def test_tokens_of_a_text_count_when_it_is_whole(stack: GatewayStack, keyed: Key
     assert used.generated_tokens > 40
 
 
+def test_a_killed_worker_costs_nothing_twice(stack: GatewayStack, keyed: Keyed, site: Site):
+    """kill -9 while texts are written: each job, and each token of its one result, is counted once for its key."""
+    count, each = 24, 40
+    made = keyed.key("killed", limits=KeyLimits(tokens_per_minute=1_000_000))
+    prompt_tokens = len(site.tokens("abc"))
+    params = json.dumps({"max_tokens": each, "ignore_eos": True, "temperature": 0})
+    document = {"model": "writer", "inputs": [{"prompt": ["abc"], "sampling_params": [params]}] * count}
+    with keyed.client(made) as client, closing(stack.server.client()) as redis:
+        ids = [one["id"] for one in client.post("/v1/jobs:batch", json=document).json()["jobs"]]
+
+        def statuses() -> Counter[str]:
+            return Counter(client.get(f"/v1/jobs/{job_id}").json()["status"] for job_id in ids)
+
+        wait_until(lambda: statuses()["completed"], 60, "one text is written")
+        site.worker.kill()
+        assert statuses()["completed"] < count
+        site.worker.start()
+        wait_until(lambda: statuses()["completed"] == count, 60, "all are written")
+        spent = int(redis.hget(meter_key(f"key:{made.key.id}", "tokens"), "sum") or 0)
+    with closing(RedisStreams.from_url(stack.server.url)) as broker:
+        (used,) = [usage for (account, _), usage in broker.usage("writer").items() if account == made.key.id]
+    assert (used.jobs, used.prompt_tokens, used.generated_tokens) == (count, count * prompt_tokens, count * each)
+    assert spent == count * (prompt_tokens + each)
+
+
 def _token_limit(client: httpx.Client) -> int:
     """What is left of the tokens of the minute."""
     return _left(client.get("/v2"))
