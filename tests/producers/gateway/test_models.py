@@ -116,9 +116,9 @@ def test_monitors_follow_workers_and_promotions(
                 return text, {"name": "only", "version": text, "loaded": True}, text, text, float(version)
 
             assert [http.get(path).status_code for path in monitors] == [503] * 5
-            for version in ("1", "2"):
-                deployer.register(models_root / "only" / version)
-                deployer.promote("only", version, "staging")
+            for name in ("1", "2"):
+                deployer.register(models_root / "only" / name)
+                deployer.promote("only", name, "staging")
             trust = {
                 "PENSTOCK_OPERATOR_PUBLIC_KEYS": operator.public_text,
                 "PENSTOCK_INFERENCE_STATE_RECONCILE_INTERVAL_S": "0.2",
