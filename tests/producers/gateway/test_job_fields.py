@@ -22,9 +22,8 @@ from penstock.registry.envelope import JobHeader, Keyring, Options, Retry, open_
 from tests.conformance.jobs import claim
 from tests.gateway_process import GatewayProcess
 from tests.producers.conftest import announce
-from tests.producers.gateway.conftest import GatewayStack
 from tests.producers.gateway.rpc.conftest import INFER, PREDICT, infer_request, predict_request
-from tests.servers import wait_until
+from tests.servers import RedisServer, redis_binaries, require, wait_until
 
 MODEL = "fields"
 TENANT = "initech"
@@ -62,21 +61,23 @@ class Desk(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def desk(stack: GatewayStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
-    """On the shared server."""
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Desk]:
+    """On a server of its own."""
     folder = tmp_path_factory.mktemp("fields")
-    announce(stack.server, MODEL)
+    server = RedisServer(require(next(iter(redis_binaries().values()), None), "redis-server")).start()
+    announce(server, MODEL)
     url = f"sqlite:///{folder / 'registry.db'}"
     made = new_api_key("fields", now=int(time.time()), tenant=TENANT)
     SqlApiKeys(url).add(made.key)
     environment = {"PENSTOCK_REGISTRY_URL": url, "PENSTOCK_INFERENCE_SERVER_API_KEYS": "required"}
-    gateway = GatewayProcess(stack.server, folder, environment=environment)
-    broker = RedisStreams.from_url(stack.server.url)
+    gateway = GatewayProcess(server, folder, environment=environment)
+    broker = RedisStreams.from_url(server.url)
     try:
         yield Desk(gateway.start(), broker, {"X-API-Key": made.text, "traceparent": TRACE})
     finally:
         gateway.stop()
         broker.close()
+        server.stop()
 
 
 def facts(header: JobHeader) -> dict[str, Any]:
