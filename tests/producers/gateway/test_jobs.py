@@ -36,10 +36,26 @@ def test_a_job_is_accepted_and_found_at_its_location(http: httpx.Client):
 
 
 def test_a_job_that_ends_in_time_is_answered_at_once(http: httpx.Client):
-    """Prefer: wait=N gives the job itself; one that takes longer is 202, and goes on."""
+    """Prefer: wait=N gives the job itself."""
     ended = http.post("/v1/jobs", json=job(), headers={"Prefer": "respond-async, wait=60"})
     assert ended.status_code == 200
     assert ended.json()["outputs"]["y"]["data"] == [TWICE]
+
+
+def test_a_job_that_does_not_end_in_time_goes_on(stack: GatewayStack, http: httpx.Client):
+    """Prefer: wait=N runs out: 202 with Location, Retry-After and the status, as if the client had not waited."""
+    stack.worker.freeze()
+    try:
+        accepted = http.post("/v1/jobs", json=job(row=[4, 4, 4, 4]), headers={"Prefer": "wait=1"})
+    finally:
+        stack.worker.thaw()
+    assert accepted.status_code == 202
+    assert accepted.json().keys() == {"id", "model", "status"}
+    assert accepted.json()["status"] in ("queued", "running")
+    assert int(accepted.headers["retry-after"]) >= 1
+    assert accepted.headers["penstock-job-id"] == accepted.json()["id"]
+    ended = http.get(accepted.headers["location"], params={"wait": 60}).json()
+    assert (ended["id"], ended["outputs"]["y"]["data"]) == (accepted.json()["id"], [[8, 8, 8, 8]])
 
 
 def test_a_job_of_the_gateway_is_a_job_of_python(stack: GatewayStack, http: httpx.Client):

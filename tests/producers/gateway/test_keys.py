@@ -247,6 +247,25 @@ def test_a_gateway_asks_for_keys_once_there_is_one(start_gateway: StartGateway, 
         assert client.get("/v1/models").status_code == 401
 
 
+@pytest.mark.parametrize(("access", "status"), [("auto", 401), ("off", 200)])
+def test_a_gateway_for_other_machines_needs_keys(start_gateway: StartGateway, tmp_path: Path, access: str, status: int):
+    """--host 0.0.0.0: no request is let in without a key, though none exists yet, unless keys are off."""
+    gateway = start_gateway(
+        *("--host", "0.0.0.0"),  # noqa: S104 - the subject of the test
+        PENSTOCK_REGISTRY_URL=f"sqlite:///{tmp_path / 'none.db'}",
+        PENSTOCK_INFERENCE_SERVER_API_KEYS=access,
+    )
+    assert gateway.url.startswith("http://0.0.0.0:")
+    with httpx.Client(base_url=gateway.url.replace("0.0.0.0", "127.0.0.1")) as client:  # noqa: S104 - as above
+        assert client.get("/health/live").status_code == 200
+        assert client.get("/v1/models").status_code == status
+        assert client.post("/v1/models/double:predict", json={"inputs": {"x": [ROW]}}).status_code == status
+    caller = Caller(gateway.rpc.replace("0.0.0.0", "127.0.0.1"))  # noqa: S104 - as above
+    refused = caller.refused(INFER, infer_request())
+    caller.channel.close()
+    assert (refused.code() if refused else None) == (grpc.StatusCode.UNAUTHENTICATED if status == 401 else None)
+
+
 # Whose jobs
 
 
@@ -364,6 +383,47 @@ def test_a_job_belongs_to_the_tenant_of_its_key(keyed: Keyed):
         job_id = one.post("/v1/jobs", json=job()).json()["id"]
         assert two.get(f"/v1/jobs/{job_id}?wait=60").json()["outputs"]["y"]["data"] == [TWICE]
         assert "completed" in two.get(f"/v1/jobs/{job_id}/events").text
+
+
+def test_refused_requests_leave_no_trace_of_a_job(stack: GatewayStack, keyed: Keyed):
+    """401, 403 and 429, on every route that submits, by HTTP, gRPC and WebSocket: no key of a job in Redis."""
+    limited = keyed.key("spent", limits=KeyLimits(requests_per_day=1))
+    reader = keyed.key("looks", role="readonly")
+    texts = {"model": "double", "prompt": "a", "messages": [{"role": "user", "content": "a"}], "input": "a"}
+    infer = {"inputs": [{**TENSOR, "data": ROW}]}
+    documents: dict[str, Any] = {
+        "/v1/jobs": job(idempotency_key="x") | {"inputs": {"x": [ROW]}},
+        "/v1/jobs:batch": {"model": "double", "inputs": [{"x": [ROW]}], "idempotency_keys": ["refused"]},
+        "/v1/models/double:predict": {"inputs": {"x": [ROW]}},
+        "/predict?model=double": {"inputs": ROW},
+        "/predict/batch?model=double": {"batch": [ROW]},
+        "/v2/models/double/infer": infer,
+        "/v1/embeddings": {"model": "double", "input": [[1, 2, 3, 4]]},
+        **dict.fromkeys(("/v1/completions", "/v1/chat/completions", "/v1/responses"), texts),
+    }
+
+    def keys() -> set[bytes]:
+        with closing(stack.server.client()) as redis:
+            return set(redis.scan_iter("{double}:*", count=10_000))
+
+    async def shake(text: str) -> int:
+        address = f"{keyed.gateway.url.replace('http', 'ws')}/predict/stream"
+        with pytest.raises(InvalidStatus) as refused:
+            await connect(address, additional_headers={"X-API-Key": text})
+        return refused.value.response.status_code
+
+    before, caller = keys(), Caller(keyed.gateway.rpc)
+    for status, text in ((401, "pk_nobody"), (403, reader.text), (429, limited.text)):
+        with keyed.gateway.client() as client:
+            client.headers.update({"X-API-Key": text, "Idempotency-Key": "refused"})
+            for path, document in documents.items():
+                found = client.post(path, json=document)
+                assert found.status_code == status, (path, found.text)
+                assert "penstock-job-id" not in found.headers
+        assert caller.refused(INFER, infer_request(), metadata=[("x-api-key", text)]) is not None
+        assert asyncio.run(shake(text)) == status
+    caller.channel.close()
+    assert keys() == before
 
 
 # What is counted
