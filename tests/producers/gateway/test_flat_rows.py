@@ -14,13 +14,15 @@ from penstock.producers.gateway.flat_rows import flat_rows
 from penstock.producers.gateway.tensors import BINARY, MSGPACK, write_outputs
 from penstock.registry.codecs import Codec
 from penstock.registry.errors import InvalidInput
+from penstock.registry.tensors import Array
 
 
 @pytest.mark.parametrize(("rows", "numbers"), [(1, 1), (1, 10_000), (64, 10_000), (640_000, 1)])
 def test_rows_within_the_bounds_are_an_array(rows: int, numbers: int):
     """CX-023, CX-032: 1 to 10,000 numbers a row, and at most 640,000 in all, as float64."""
     found = flat_rows([[0.5] * numbers] * rows)
-    assert (found.shape, found.dtype) == ((rows, numbers), np.float64)
+    assert found.shape == (rows, numbers)
+    assert found.dtype == np.float64
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,7 @@ def test_rows_beyond_the_bounds_are_refused(rows: list[list[float]], text: str):
         flat_rows(rows)
 
 
-OUTPUTS = {
+OUTPUTS: dict[str, Array] = {
     "finite": np.array([[1.5, -2.0]], np.float32),
     "large": np.array([3e38, 3e38], np.float32),
     "broken": np.array([np.nan, np.inf], np.float32),
