@@ -171,8 +171,8 @@ def test_clients_that_go_leave_nothing_behind(stack: GatewayStack):
         parts = gateway._open()
         async with AsyncClient(stack.server.url) as client, asyncio.timeout(120):
             # The frozen worker may have asked for one job before.
-            first = await client.submit("napper", {"x": [[1, 9, 9, 9]]})
-            job = await client.submit("napper", {"x": [[2, 9, 9, 9]]})
+            first = await client.submit("napper", {"x": [[41, 9, 1, 1]]})
+            job = await client.submit("napper", {"x": [[42, 9, 1, 1]]})
             tasks = []
             for number in range(10):
                 document = {"model": "napper", "inputs": {"x": [[number, 9, 0, 9]]}}
