@@ -6,7 +6,6 @@ import base64
 import json
 import re
 import threading
-import time
 from typing import Any
 
 import httpx
@@ -231,10 +230,9 @@ def test_flat_numbers(http: httpx.Client):
 
 def test_latency_is_that_of_the_job(http: httpx.Client):
     """CX-024: at least as long as the model takes, 0.3 s, and at most as long as the client waits."""
-    begun = time.monotonic()
     found = http.post("/predict?model=napper", json={"inputs": [5, 5, 6, 6]})
-    waited_ms = (time.monotonic() - begun) * 1000
-    assert 300 <= found.json()["latency_ms"] <= waited_ms
+    # The whole is longer than its part on any machine.
+    assert 300 <= found.json()["latency_ms"] <= found.elapsed.total_seconds() * 1000
 
 
 @pytest.mark.parametrize(
