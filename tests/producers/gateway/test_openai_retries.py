@@ -111,6 +111,7 @@ def test_a_client_that_gives_up_takes_its_jobs_along(stack: GatewayStack, retrie
             wait_until(lambda: statuses().count("cancelled") == retries + 1, 30, "the job of each try is cancelled")
     finally:
         stack.worker.thaw()
+    assert "request failed" not in stack.gateway.output.read_text()
 
 
 def _occupy(stack: GatewayStack) -> None:
