@@ -600,7 +600,8 @@ def test_a_killed_worker_costs_nothing_twice(stack: GatewayStack, keyed: Keyed, 
     with closing(RedisStreams.from_url(stack.server.url)) as broker:
         (used,) = [usage for (account, _), usage in broker.usage("writer").items() if account == made.key.id]
     assert (used.jobs, used.prompt_tokens, used.generated_tokens) == (count, count * prompt_tokens, count * each)
-    assert spent == count * (prompt_tokens + each)
+    # The limit of a minute is charged behind the commit, and may miss the texts at the moment of the kill.
+    assert 0 < spent <= count * (prompt_tokens + each)
 
 
 def _token_limit(client: httpx.Client) -> int:
