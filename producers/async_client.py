@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, overload
 
 import penstock.registry.settings  # noqa: F401 - now, because a running loop would stand still for it
 from penstock.producers.async_replies import AsyncEndedJobs, AsyncReplyReader, SubmitCoalescer
-from penstock.producers.core import ClientCore, Inputs, Item, Items, Refused
+from penstock.producers.core import ClientCore, Inputs, Item, Items, Refused, Untaken
 from penstock.producers.events import EventMerger, JobEvent, Silence, unqueued_events
 from penstock.producers.gathering import ENDS, MOST_FOLLOWED, Awaited, Gathered, listed
 from penstock.producers.job_state import (
@@ -105,13 +105,14 @@ class AsyncClient(
         first_index: int = 0,
         refused: Refused = None,
         timeout_s: float | None = None,
+        untaken: Untaken = None,
     ) -> list[AsyncJobHandle]:
         spec = await self._spec(model, options.version)
         found: Mapping[int, CachedAnswer] = {}
         if self._lookups is not None:
             items = list(items)
             found = await self._look_up_all(self._lookups, spec, items, options)
-        with self._submit_run(spec, items, options, first_index, refused, timeout_s, found) as run:
+        with self._submit_run(spec, items, options, first_index, refused, timeout_s, found, untaken) as run:
             while chunk := run.next_chunk():
                 receipts = await self._broker.publish(model, chunk, self._limits)
                 if pause_s := run.settle(receipts, time.monotonic()):

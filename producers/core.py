@@ -27,7 +27,7 @@ from penstock.registry import stack_file
 from penstock.registry.admission import JobBuilder, SpecCache, SubmitOptions, limits_of
 from penstock.registry.broker.base import Announced, Publication, Receipt
 from penstock.registry.envelope import Retry
-from penstock.registry.errors import ClientUnusable, InvalidInput, described
+from penstock.registry.errors import ClientUnusable, InvalidInput, Rejected, described
 from penstock.registry.key_reports import check_keys
 from penstock.registry.queues import PriorityName, slot_of
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from penstock.registry.sampling_params import SamplingParams
     from penstock.registry.settings import Settings
 
-__all__ = ["ClientCore", "Inputs", "Item", "Items", "Refused"]
+__all__ = ["ClientCore", "Inputs", "Item", "Items", "Refused", "Untaken"]
 
 Inputs: TypeAlias = Mapping[str, object]
 Item: TypeAlias = tuple[Inputs | InvalidInput, str | None]
@@ -45,6 +45,8 @@ Items: TypeAlias = Iterable[Item]
 """Inputs, or the error in their place, each with its idempotency key."""
 Refused: TypeAlias = dict[int, InvalidInput] | None
 """Takes the errors of bad items by index. None: the first one is raised."""
+Untaken: TypeAlias = dict[int, Rejected] | None
+"""Takes why the broker did not take items, by index. None: the first conflict is raised."""
 SamplingOptions: TypeAlias = "SamplingParams | Mapping[str, Any] | None"
 """How a text is generated: SamplingParams, or a mapping of its fields."""
 Handle = TypeVar("Handle", bound=HandleCore)
@@ -409,8 +411,9 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         refused: Refused,
         timeout_s: float | None,
         found: Mapping[int, CachedAnswer],
+        untaken: Untaken = None,
     ) -> SubmitRun[Handle]:
-        """found: the answers of the shared cache, by the place of the item."""
+        """found: the answers of the shared cache, by the place of the item. untaken: see SubmitRun."""
         timeout_s = checked_timeout(timeout_s, "timeout_s")
         deadline = inf if timeout_s is None else time.monotonic() + timeout_s
         reply = self._reader.address(spec.name)
@@ -422,7 +425,11 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
                 if (answer := found.get(index_of(position) - first_index)) is not None:
                     answered[position] = self._ended(answer)
         return SubmitRun(
-            spec.name, jobs, self._track, self._known, index_of=index_of, deadline=deadline, answered=answered
+            *(spec.name, jobs, self._track, self._known),
+            index_of=index_of,
+            deadline=deadline,
+            answered=answered,
+            untaken=untaken,
         )
 
     def _ended(self, answer: CachedAnswer) -> Handle:

@@ -17,7 +17,14 @@ from typing import Final, Generic, NamedTuple, Self, TypeVar
 from penstock.producers.job_state import HandleCore
 from penstock.registry.broker.base import Publication, Receipt
 from penstock.registry.envelope import Keyring, RequestContext
-from penstock.registry.errors import BrokerUnavailable, IdempotencyConflict, InvalidInput, QueueFull, described
+from penstock.registry.errors import (
+    BrokerUnavailable,
+    IdempotencyConflict,
+    InvalidInput,
+    QueueFull,
+    Rejected,
+    described,
+)
 from penstock.registry.unrun import CANCELLED, EXPIRED, unrun_result
 
 __all__ = [
@@ -62,13 +69,17 @@ def accepted(receipt: Receipt, model: str) -> str:
     if receipt.outcome in ("accepted", "known"):
         return receipt.job_id
     if receipt.outcome == "conflict":
-        raise IdempotencyConflict(
-            "The idempotency key belongs to a job with another version or other inputs. "
-            "Expected the same inputs, or a new key"
-        )
+        raise _conflict()
     reason = _NO_ROOM.get(receipt.outcome, "The queue is full")
     raise QueueFull(
         f"{reason} (model {model}). Expected a retry after {receipt.retry_after_s:.2f} s", receipt.retry_after_s
+    )
+
+
+def _conflict() -> IdempotencyConflict:
+    return IdempotencyConflict(
+        "The idempotency key belongs to a job with another version or other inputs. "
+        "Expected the same inputs, or a new key"
     )
 
 
@@ -134,6 +145,7 @@ class SubmitRun(Generic[Handle]):
     track: makes the handles of jobs before they are published. find: the handle of a job by its id and tenant.
     index_of: the index of a job's item, for errors. deadline: until when to wait for room.
     answered: the handles of jobs that need not be published, by their position among all jobs of the run.
+    untaken: takes why items have no job, by their index: conflicts, which are not raised then, and QueueFull, which is.
     """
 
     def __init__(
@@ -146,8 +158,10 @@ class SubmitRun(Generic[Handle]):
         index_of: ItemIndex = _EVERY_ITEM,
         deadline: float = inf,
         answered: Mapping[int, Handle] | None = None,
+        untaken: dict[int, Rejected] | None = None,
     ) -> None:
         self._model = model
+        self._untaken = untaken
         self._answered = answered or {}
         self._positions: Sequence[int] = range(len(jobs))
         """Of the jobs to publish, among all jobs."""
@@ -164,11 +178,13 @@ class SubmitRun(Generic[Handle]):
         """The jobs of the current chunk that are not accepted yet."""
         self._places: Sequence[int] = ()
         """The place of each of them among the published jobs."""
+        self._conflicts: set[int] = set()
+        """The places of the jobs that will not be accepted."""
 
     @property
     def handles(self) -> list[Handle]:
         """The handles of the accepted jobs, in the order of the items."""
-        outside = set(self._places)
+        outside = self._conflicts.union(self._places)
         if not self._answered:
             return [handle for place, handle in enumerate(self._handles) if place not in outside]
         found = dict(self._answered)
@@ -189,7 +205,7 @@ class SubmitRun(Generic[Handle]):
     def settle(self, receipts: Sequence[Receipt], now: float) -> float:
         """Takes the receipts of the last chunk; returns the seconds to wait before the next one.
 
-        Raises IdempotencyConflict, or QueueFull when the wait would pass the deadline. Both carry the accepted jobs.
+        Raises IdempotencyConflict, and QueueFull when the wait would pass the deadline. Both carry the accepted jobs.
         """
         waiting, places = self._waiting, self._places
         self._waiting = self._places = ()
@@ -201,6 +217,9 @@ class SubmitRun(Generic[Handle]):
         for place, job, receipt in zip(places, waiting, receipts, strict=True):
             if receipt.outcome == "known" and receipt.job_id != job.job_id:
                 self._handles[place] = self._find(receipt.job_id, job.tenant)
+            elif receipt.outcome == "conflict" and self._untaken is not None:
+                self._untaken[self._index(place)] = _conflict()
+                self._conflicts.add(place)
             elif receipt.outcome not in ("accepted", "known"):
                 refused.append((place, job, receipt))
         self._waiting, self._places = [job for _, job, _ in refused], [place for place, _, _ in refused]
@@ -225,15 +244,25 @@ class SubmitRun(Generic[Handle]):
             try:
                 accepted(receipt, self._model)
             except IdempotencyConflict as conflict:
-                error = IdempotencyConflict(f"Item {self._index_of(self._positions[place])}: {conflict}")
+                error = IdempotencyConflict(f"Item {self._index(place)}: {conflict}")
                 error.accepted = self.handles
                 raise error from None
             except QueueFull as full:
                 pause_s = pause_s or min(full.retry_after_s, _LONGEST_PAUSE_S)
                 if now + pause_s > self._deadline:
                     full.accepted = self.handles
+                    self._note_untaken(full)
                     raise
         return pause_s
+
+    def _note_untaken(self, full: QueueFull) -> None:
+        if self._untaken is not None:
+            later = range(len(self._handles), len(self._positions))
+            self._untaken |= {self._index(place): full for place in (*self._places, *later)}
+
+    def _index(self, place: int) -> int:
+        """The index of the item of a published job."""
+        return self._index_of(self._positions[place])
 
 
 def log_accepted(receipts: Sequence[Receipt], model: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 from msgspec.structs import replace
 
 from penstock.producers.async_client import AsyncClient, AsyncJobHandle
-from penstock.producers.core import Inputs, Item, Items, Refused
+from penstock.producers.core import Inputs, Item, Items, Refused, Untaken
 from penstock.producers.gateway.callers import caller, entered
 from penstock.producers.gathering import ENDS
 from penstock.producers.job_state import HandleCore
@@ -28,6 +28,8 @@ from penstock.registry.errors import (
     InvalidInput,
     JobFailed,
     JobLost,
+    QueueFull,
+    Rejected,
     ResultGone,
     UnknownJob,
     UnknownModel,
@@ -80,6 +82,7 @@ class GatewayClient(AsyncClient):
         first_index: int = 0,
         refused: Refused = None,
         timeout_s: float | None = None,
+        untaken: Untaken = None,
     ) -> list[AsyncJobHandle]:
         return await super()._submit_many(
             model,
@@ -88,6 +91,7 @@ class GatewayClient(AsyncClient):
             first_index=first_index,
             refused=refused,
             timeout_s=timeout_s,
+            untaken=untaken,
         )
 
     async def spend(self, requests: Sequence[Sequence[Charge]]) -> list[Spent]:
@@ -118,6 +122,24 @@ class GatewayClient(AsyncClient):
         refused: takes the errors of items by their place; these have no job. timeout_s: the longest wait for room.
         """
         return await self._submit_many(model, items, options, refused=refused, timeout_s=timeout_s)
+
+    async def submit_each(
+        self, model: str, items: Sequence[Item], options: SubmitOptions
+    ) -> list[AsyncJobHandle | Rejected]:
+        """Publishes one job for each pair of inputs and idempotency key, and gives its handle, or why it has none.
+
+        All items are checked before the first is written; there is no wait for room. Raises the first of the reasons,
+        such as QueueFull, where no item has a job.
+        """
+        untaken: dict[int, Rejected] = {}
+        try:
+            handles = await self._submit_many(model, items, options, timeout_s=0, untaken=untaken)
+        except QueueFull as full:
+            handles = [job for job in full.accepted if isinstance(job, AsyncJobHandle)]
+        if not handles:
+            raise untaken[min(untaken)]
+        jobs = iter(handles)
+        return [untaken.get(place) or next(jobs) for place in range(len(items))]
 
     async def await_answers(self, handles: Sequence[AsyncJobHandle], found: dict[str, Answered]) -> None:
         """Waits until all these jobs have ended, and adds how, by id. Raises BrokerUnavailable.

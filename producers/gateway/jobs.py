@@ -1,7 +1,7 @@
 """Jobs as resources: submit, look, wait, cancel, follow. A job's id is the same in every protocol.
 
 POST   /v1/jobs               202 with Location and Retry-After; 200 with the job if it ends within Prefer: wait=N
-POST   /v1/jobs:batch         202 with the ids; all inputs are checked before the first job is written
+POST   /v1/jobs:batch         202 with an id or a reason for each; all inputs are checked before a job is written
 GET    /v1/jobs/{id}          the job as it is now, or after ?wait=N
 DELETE /v1/jobs/{id}          cancels it as far as that is possible
 GET    /v1/jobs/{id}/events   its events as they happen: event_stream.py
@@ -26,9 +26,11 @@ from penstock.producers.gateway.request_headers import (
 from penstock.producers.gateway.routing import Route
 from penstock.producers.gateway.tensors import BINARY, fields_of, read_document, read_inputs, write_outputs
 from penstock.producers.gateway.waiting import JobRequest, Jobs, job_headers
+from penstock.producers.submission import with_keys
+from penstock.registry.admission import SubmitOptions
 from penstock.registry.codecs import Codec
 from penstock.registry.envelope import Retry
-from penstock.registry.errors import InvalidInput, PenstockError, QueueFull, UnknownModel
+from penstock.registry.errors import InvalidInput, PenstockError, QueueFull, Rejected, UnknownModel
 from penstock.registry.queues import PriorityName
 
 __all__ = ["JobFields", "JobRoutes"]
@@ -82,11 +84,19 @@ class JobView(msgspec.Struct, kw_only=True, omit_defaults=True):
     error: dict[str, Any] | None = None
 
 
-class BatchView(msgspec.Struct, omit_defaults=True):
-    """The jobs that were accepted, in the order of the inputs. refused: why those behind them were not."""
+class BatchedJob(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """accepted: with its id and its location. refused: with the reason; there is no job."""
 
-    jobs: list[dict[str, str]]
-    refused: dict[str, Any] | None = None
+    status: Literal["accepted", "refused"]
+    id: str | None = None
+    location: str | None = None
+    error: dict[str, Any] | None = None
+
+
+class BatchView(msgspec.Struct):
+    """What became of each item, in the order of the inputs."""
+
+    jobs: list[BatchedJob]
 
 
 class Cancellation(msgspec.Struct):
@@ -168,33 +178,22 @@ class JobRoutes:
         items = [read_inputs(spec, document._replace(fields={"inputs": inputs})) for inputs in fields.inputs]
         # The request itself was charged as one.
         await exchange.entry.spend(requests=len(items) - 1)
-        refused: PenstockError | None = None
-        try:
-            handles = await self._client.submit_many(
-                fields.model,
-                items,
-                priority=fields.priority,
-                deadline_s=fields.deadline_s,
-                idempotency_keys=fields.idempotency_keys,
-                version=fields.version,
-                outputs=fields.outputs,
-                traceparent=exchange.header(b"traceparent"),
-                retry=_retry(fields.retry),
-                webhook=fields.webhook,
-                sticky_key=fields.sticky_key,
-                endpoint=fields.endpoint,
-                timeout_s=0,
-            )
-        except QueueFull as full:
-            if not full.accepted:
-                raise
-            refused, handles = full, [job for job in full.accepted if isinstance(job, AsyncJobHandle)]
-        view = BatchView([{"id": job.id, "location": _location(job)} for job in handles])
-        headers: tuple[tuple[bytes, bytes], ...] = ()
-        if refused is not None:
-            problem = problem_of(refused)
-            view.refused, headers = {"code": problem.code, "detail": problem.detail}, problem.headers
-        await exchange.answer(202, msgspec.json.encode(view), headers=headers)
+        options = SubmitOptions(
+            priority=fields.priority,
+            deadline_s=fields.deadline_s,
+            version=fields.version,
+            outputs=fields.outputs,
+            traceparent=exchange.header(b"traceparent"),
+            retry=_retry(fields.retry),
+            webhook=fields.webhook,
+            sticky_key=fields.sticky_key,
+            endpoint=fields.endpoint,
+        )
+        keyed = [*with_keys(items, fields.idempotency_keys)]
+        answers = await self._client.submit_each(fields.model, keyed, options)
+        full = next((problem_of(each) for each in answers if isinstance(each, QueueFull)), None)
+        view = BatchView([_batched(each) for each in answers])
+        await exchange.answer(202, msgspec.json.encode(view), headers=full.headers if full else ())
 
     async def show(self, exchange: Exchange) -> None:
         """GET /v1/jobs/{id}."""
@@ -214,7 +213,8 @@ class JobRoutes:
     async def follow(self, exchange: Exchange) -> None:
         """GET /v1/jobs/{id}/events."""
         handle = self._client.job(exchange.words["id"])
-        await self._streams.send(handle, await self._codec(handle), exchange)
+        with self._jobs.waiter(handle.id):
+            await self._streams.send(handle, await self._codec(handle), exchange)
 
     async def _show(self, handle: AsyncJobHandle, exchange: Exchange, *, pending_status: int, codec: Codec) -> None:
         status = await handle.status()
@@ -226,8 +226,7 @@ class JobRoutes:
         try:
             outputs = await handle.result()
         except PenstockError as error:
-            problem = problem_of(error)
-            facts["error"] = {"code": problem.code, "title": problem.title, "detail": problem.detail}
+            facts["error"] = _error(error)
             await exchange.answer(200, msgspec.json.encode(facts))
             return
         body, kind, headers = write_outputs(outputs, codec, facts, wanted_type(exchange))
@@ -252,6 +251,17 @@ class JobRoutes:
 
 def _retry(fields: RetryFields | None) -> Retry | None:
     return None if fields is None else Retry(fields.attempts, fields.backoff_s, fields.longest_s)
+
+
+def _batched(answer: AsyncJobHandle | Rejected) -> BatchedJob:
+    if isinstance(answer, AsyncJobHandle):
+        return BatchedJob(status="accepted", id=answer.id, location=_location(answer))
+    return BatchedJob(status="refused", error=_error(answer))
+
+
+def _error(error: PenstockError) -> dict[str, Any]:
+    problem = problem_of(error)
+    return {"code": problem.code, "title": problem.title, "detail": problem.detail}
 
 
 def _location(handle: AsyncJobHandle) -> str:

@@ -158,7 +158,9 @@ class ResponseRoutes:
         if wanted == "true":
             await handle.status()
             exchange.about = job_headers(handle.id)
-            await self._stream(handle, name, exchange, _number(query.get("starting_after")))
+            after = _number(query.get("starting_after"))
+            with self._jobs.waiter(handle.id):
+                await self._stream(handle, name, exchange, after)
         else:
             await self._show(name, handle, exchange)
 

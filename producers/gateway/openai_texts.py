@@ -98,7 +98,7 @@ class OpenAiTexts:
         """
         key, trace = idempotency_key(exchange), exchange.header(b"traceparent")
         request = replace(request, idempotency_key=key, traceparent=trace)
-        if (more := len(request.prompts) * request.choices - 1) > 0:
+        if (more := request.total - 1) > 0:
             await exchange.entry.spend(requests=more)
         if not fields.stream:
             texts = await self._texts.wholes(request, exchange)
@@ -127,7 +127,7 @@ class OpenAiTexts:
         async with self._texts.deltas(request, exchange) as deltas:
             head = _head(request, exchange)
             await exchange.begin_stream(EVENTS, STREAM_HEADERS)
-            for index in range(len(request.prompts) * request.choices):
+            for index in range(request.total):
                 if (beginning := shape.begin(head, index)) is not None:
                     await exchange.write(_event(beginning))
             async for delta in deltas:

@@ -39,7 +39,10 @@ _UNREAD: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class TextRequest:
-    """prompts: the inputs of each prompt, without sampling parameters. choices: the texts of each prompt."""
+    """prompts: the inputs of each prompt, without sampling parameters. choices: the texts of each prompt.
+
+    Raises InvalidInput for too many texts.
+    """
 
     model: str
     prompts: Sequence[Mapping[str, Any]]
@@ -49,14 +52,21 @@ class TextRequest:
     idempotency_key: str | None = None
     traceparent: str = ""
 
+    def __post_init__(self) -> None:
+        # Before anything is made for each text: n may be any number.
+        if not 1 <= self.total <= _MOST_JOBS:
+            raise InvalidInput(f"Found {self.total} texts in one request. Expected 1 to {_MOST_JOBS}: prompts times n")
+
+    @property
+    def total(self) -> int:
+        """How many texts there are."""
+        return len(self.prompts) * self.choices
+
     def jobs(self) -> list[JobRequest]:
-        """One for each text, those of one prompt side by side. Raises InvalidInput for too many.
+        """One for each text, those of one prompt side by side.
 
         With a seed, each choice has a seed of its own: otherwise they would be equal.
         """
-        total = len(self.prompts) * self.choices
-        if not 1 <= total <= _MOST_JOBS:
-            raise InvalidInput(f"Found {total} texts in one request. Expected 1 to {_MOST_JOBS}: prompts times n")
         found: list[JobRequest] = []
         for prompt in self.prompts:
             for choice in range(self.choices):
@@ -66,7 +76,7 @@ class TextRequest:
                         self.model,
                         with_options(prompt, self._params(choice)),
                         priority=self.priority,
-                        idempotency_key=key if key is None or total == 1 else f"{key}/{len(found)}",
+                        idempotency_key=key if key is None or self.total == 1 else f"{key}/{len(found)}",
                         traceparent=self.traceparent,
                     )
                 )

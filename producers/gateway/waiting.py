@@ -130,7 +130,7 @@ class Jobs:
         with self.place():
             handle = await self.submit(request, exchange)
             try:
-                with self._waiter(handle.id):
+                with self.waiter(handle.id):
                     yield handle
             except (ClientGone, asyncio.CancelledError, OSError):
                 # OSError: also TimeoutError, and what servers raise at a write to a client that has gone.
@@ -208,15 +208,15 @@ class Jobs:
         """How the job ended. Raises ClientGone and TimeoutError."""
         now = asyncio.get_running_loop().time
         begun = now()
-        with self._waiter(handle.id), exchange.watch():
+        with self.waiter(handle.id), exchange.watch():
             info = await handle.info(wait_s)
         self._note_duration(handle.model, now() - begun)
         exchange.about = job_headers(handle.id, info)
         return info
 
     @contextmanager
-    def _waiter(self, job_id: str) -> Iterator[None]:
-        """A request that waits for the job."""
+    def waiter(self, job_id: str) -> Iterator[None]:
+        """Inside of the block a request waits for the job: the end of another one does not cancel it."""
         waiters = self._waiters
         waiters[job_id] = waiters.get(job_id, 0) + 1
         try:

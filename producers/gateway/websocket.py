@@ -330,7 +330,8 @@ class _Connection:
         # A model that is no longer served has left no wish.
         with suppress(UnknownModel):
             codec = (await self._jobs.client.spec_of(handle.model)).codecs.default
-        await self._send_events(handle, request.after, codec, opened)
+        with self._jobs.waiter(handle.id):
+            await self._send_events(handle, request.after, codec, opened)
 
     async def _send_events(self, handle: AsyncJobHandle, after: int, codec: Codec, opened: _Request) -> None:
         """The events of a job. When the gateway stops, they end, and the job goes on."""

@@ -6,6 +6,7 @@ import ast
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,6 +48,8 @@ def test_imports_only_point_down():
         ("workers/__init__.py", "import penstock.compose", "Imports only point down"),
         ("producers/__init__.py", "import torch", "loads no framework"),
         ("workers/__init__.py", "import flower", "does not import dashboards"),
+        ("producers/gateway/websocket.py", "import penstock.producers.gateway.jobs", "imports another one"),
+        ("producers/gateway/oip_terms.py", "import penstock.producers.gateway.openai_texts", "one of OpenAI's"),
     ],
 )
 def test_a_forbidden_import_is_found(tmp_path: Path, module: str, line: str, broken: str):
@@ -60,6 +63,18 @@ def test_a_forbidden_import_is_found(tmp_path: Path, module: str, line: str, bro
     checked = run_contracts(tmp_path)
     assert checked.returncode == 1, checked.stdout
     assert any(broken in text and "BROKEN" in text for text in checked.stdout.splitlines()), checked.stdout
+
+
+def test_contracts_of_protocols_name_every_module():
+    """Those with routes, and all of OpenAI's. A model's control is no protocol, and other protocols show the health."""
+    gateway = ROOT / "producers" / "gateway"
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (independent,) = (each["modules"] for each in contracts if "imports another one" in each["name"])
+    (forbidden,) = (each["forbidden_modules"] for each in contracts if "one of OpenAI's" in each["name"])
+    named = {name.rpartition(".")[2] for name in (*independent, *forbidden)}
+    with_routes = {file.stem for file in gateway.glob("*.py") if "def routes(self)" in file.read_text()}
+    assert {file.stem for file in gateway.glob("openai*.py")} <= named
+    assert with_routes - named == {"health", "model_control"}
 
 
 @pytest.mark.parametrize("package", ["producers", "registry", "safety"])

@@ -108,6 +108,17 @@ def test_nothing_is_published_beyond_loopback():
     assert not set(SERVICES["worker"]["networks"]) & set(SERVICES["nginx"]["networks"])
 
 
+def test_gateways_are_replicas_behind_nginx():
+    """CX-050: several of them unless the operator says otherwise. nginx waits until they are healthy; nobody reaches
+    one past it, and none has a name or a port of its own that a second one would need, too."""
+    gateway, nginx = SERVICES["gateway"], SERVICES["nginx"]
+    assert gateway["deploy"]["replicas"] == "${GATEWAY_REPLICAS:-2}"
+    assert not {"container_name", "hostname", "ports"} & gateway.keys()
+    assert nginx["depends_on"] == {"gateway": {"condition": "service_healthy"}}
+    assert set(gateway["networks"]) & set(nginx["networks"]) == {"edge"}
+    assert "/health/live" in " ".join(gateway["healthcheck"]["test"])
+
+
 def test_secrets_have_no_default_and_are_in_no_file():
     """Each secret comes from the environment, and without it compose names the script that makes it."""
     secret = [variable for variable in _variables() if SECRET.search(variable[0])]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import re
 import shutil
@@ -14,8 +16,10 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from websockets.asyncio.client import connect
 
 from penstock.producers.gateway.request_headers import LONGEST_WAIT_S
+from penstock.registry.queues import meter_key
 from penstock.registry.settings_sections import InferenceConfig
 from tests.gateway_process import GatewayProcess
 from tests.packages import write_double, write_package
@@ -128,8 +132,16 @@ class Fleet:
         self.server = RedisServer(require(next(iter(redis_binaries().values()), None), "redis-server"))
         self.worker = WorkerProcess(self.server, root, folder, name="proxied@test")
         self.ports = [free_port(), free_port()]
+        # As compose.yaml has the header of the address; its limit is never reached.
+        limits = {
+            "PENSTOCK_INFERENCE_SERVER_ADDRESS_HEADER": "x-real-ip",
+            "PENSTOCK_INFERENCE_SAFEGUARDS_RATE_LIMIT_ENABLED": "true",
+            "PENSTOCK_INFERENCE_SAFEGUARDS_RATE_LIMIT_REQUESTS_PER_MINUTE": "1000000",
+            "PENSTOCK_INFERENCE_SAFEGUARDS_RATE_LIMIT_ADDRESS_REQUESTS_PER_MINUTE": "1000000",
+        }
         self.gateways = [
-            GatewayProcess(self.server, folder / f"gateway{port}", "--port", str(port)) for port in self.ports
+            GatewayProcess(self.server, folder / f"gateway{port}", "--port", str(port), environment=limits)
+            for port in self.ports
         ]
         self.grpc_port = free_port()
         (folder / "nginx").mkdir()
@@ -211,6 +223,7 @@ def test_a_prediction_passes(http: httpx.Client):
 
 def test_events_pass_as_they_come(fleet: Fleet, http: httpx.Client):
     """A chunk reaches the client while the model, which waits for that client, makes no further one."""
+    fleet.gate.unlink(missing_ok=True)
     location = http.post("/v1/jobs", json={"model": "gated", "inputs": {"count": [1]}}).headers["location"]
     names = []
     with http.stream("GET", f"{location}/events") as stream:
@@ -219,6 +232,40 @@ def test_events_pass_as_they_come(fleet: Fleet, http: httpx.Client):
             if line == "event: chunk":
                 fleet.gate.touch()
     assert names.index("chunk") < names.index("completed") == len(names) - 1
+
+
+def test_messages_pass_in_both_directions(fleet: Fleet):
+    """A WebSocket: a chunk arrives while the model, which waits for that client, makes no further one; then another
+    request on the same connection is answered."""
+    fleet.gate.unlink(missing_ok=True)
+
+    async def run() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        address = f"ws://127.0.0.1:{fleet.proxy.port}/predict/stream"
+        async with asyncio.timeout(120), connect(address, proxy=None) as connection:
+            await connection.send(json.dumps({"id": 1, "model": "gated", "inputs": {"count": [1]}}))
+            while not found or found[-1]["type"] != "chunk":
+                found.append(json.loads(await connection.recv()))
+            await connection.send(json.dumps({"id": 2, "model": "double", **ONES}))
+            fleet.gate.touch()
+            while [each["type"] for each in found].count("completed") < 2:
+                found.append(json.loads(await connection.recv()))
+        return found
+
+    ends = {each["id"]: each for each in asyncio.run(run()) if each["type"] == "completed"}
+    assert ends[1]["outputs"]["total"]["data"] == [1]
+    assert ends[2]["outputs"]["y"]["data"] == [[2.0] * 4]
+
+
+def test_a_client_cannot_forge_its_address(fleet: Fleet, http: httpx.Client):
+    """nginx writes the header that the gateways believe: the limit of the address is that of the connection."""
+    forged = "203.0.113.7"
+    for name in ("X-Real-IP", "X-Forwarded-For", "x_real_ip"):
+        assert http.get("/v1/models", headers={name: forged}).status_code == 200
+    prefix = meter_key("", "address")
+    with fleet.server.client() as redis:
+        charged = {key.decode().removeprefix(prefix) for key in redis.scan_iter(f"{prefix}*")}
+    assert charged == {"127.0.0.1"}
 
 
 def test_a_body_is_refused_where_its_answer_arrives(http: httpx.Client):

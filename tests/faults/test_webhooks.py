@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -16,13 +14,14 @@ import pytest
 from penstock import Client
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.webhook_secrets import new_secret
+from tests.deliverer_process import DelivererProcess
 from tests.faults.conftest import OpenStage, Stage, Trial
 from tests.faults.history import Effect, History
 from tests.faults.load import row
 from tests.faults.rounds import seeds
 from tests.packages import recorded_forwards
 from tests.receiver import HANG, Call, Receiver, Reply, verify
-from tests.servers import ROOT, Process, wait_until
+from tests.servers import wait_until
 
 JOBS = 60
 KILLS = 3
@@ -33,29 +32,6 @@ FIRST_PAUSE_S = 6.0
 WITHIN_S = LEASE_S + 3 * FIRST_PAUSE_S
 SECRET = new_secret()
 KEYS = "k:" + "A" * 43 + "="
-
-
-class DelivererProcess(Process):
-    """`penstock webhooks run`."""
-
-    def __init__(self, stage: Stage, folder: Path) -> None:
-        folder.mkdir()
-        super().__init__(folder)
-        self._environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")},
-            "PYTHONPATH": str(ROOT),
-            "PENSTOCK_HOME": str(folder / "home"),
-            "PENSTOCK_REDIS_URL": stage.server.url,
-            "PENSTOCK_SIGNING_KEYS": KEYS,
-            "PENSTOCK_WEBHOOK_SECRETS": SECRET,
-            "PENSTOCK_INFERENCE_WEBHOOKS_ALLOW": "127.0.0.1",
-            "PENSTOCK_INFERENCE_WEBHOOKS_TIMEOUT_S": str(TIMEOUT_S),
-            "PENSTOCK_INFERENCE_WEBHOOKS_PER_HOST": "16",
-        }
-
-    def launch(self) -> None:
-        """Start it without waiting."""
-        self._spawn([sys.executable, "-m", "penstock", "webhooks", "run"], self._environment)
 
 
 class Failing:
@@ -101,7 +77,15 @@ def stage(open_stage: OpenStage) -> Stage:
 @pytest.fixture
 def deliverers(stage: Stage, tmp_path: Path) -> Iterator[list[DelivererProcess]]:
     """Two of them, not started, and a third one to take over; all are ended."""
-    found = [DelivererProcess(stage, tmp_path / f"deliverer-{number}") for number in range(KILLS + 1)]
+    environment = {
+        "PENSTOCK_SIGNING_KEYS": KEYS,
+        "PENSTOCK_INFERENCE_WEBHOOKS_TIMEOUT_S": str(TIMEOUT_S),
+        "PENSTOCK_INFERENCE_WEBHOOKS_PER_HOST": "16",
+    }
+    found = [
+        DelivererProcess(stage.server, tmp_path / f"deliverer-{number}", SECRET, environment=environment)
+        for number in range(KILLS + 1)
+    ]
     yield found
     for each in found:
         if each.is_running:

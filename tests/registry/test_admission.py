@@ -6,15 +6,16 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from penstock import AsyncClient, AsyncJobHandle, Client, PriorityName
-from penstock.registry.admission import JobBuilder
+from penstock.registry.admission import JobBuilder, SpecCache
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.envelope import JobHeader, Keyring, open_job
-from penstock.registry.errors import IdempotencyConflict, QueueFull
+from penstock.registry.errors import IdempotencyConflict, QueueFull, UnknownModel
 from penstock.registry.package import ModelSpec
 from penstock.registry.queues import Priority, stream_key
 from penstock.registry.settings import Settings
@@ -42,6 +43,22 @@ def narrow(shared_redis: RedisServer) -> Iterator[Client]:
     settings = Settings.load(overrides={"queue.max_depth": MAX_DEPTH})
     with Client(shared_redis.url, settings=settings) as client:
         yield client
+
+
+def test_names_that_nobody_serves_leave_nothing_in_the_cache(parked: str, broker: RedisStreams, tmp_path: Path):
+    """A caller who asks for model after model, or version after version, fills no memory and drops no known spec."""
+    cache, spec = SpecCache(tmp_path), broker.announced(parked).spec
+
+    def fetch(model: str, version: str) -> bytes | None:
+        return spec if (model, version) == (parked, "") else None
+
+    known = cache.get(parked, None, fetch)
+    for number in range(2000):
+        for name, version in ((f"unknown{number}", None), (parked, f"9.{number}")):
+            with pytest.raises(UnknownModel):
+                cache.get(name, version, fetch)
+    assert cache._specs.keys() == {(parked, "")}
+    assert cache.get(parked, "1", fetch) is known
 
 
 def test_each_priority_has_its_queue(client: Client, parked: str, broker: RedisStreams):

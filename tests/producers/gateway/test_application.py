@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import httpx
@@ -94,3 +95,114 @@ def test_another_websocket_is_refused(stack: GatewayStack):
 
     asyncio.run(connect())
     assert [message["type"] for message in sent] == ["websocket.close"]
+
+
+async def _websocket(gateway: Gateway, *messages: Any, until: asyncio.Event | None = None) -> list[dict[str, Any]]:
+    """What a gateway sends on a WebSocket on which the client sends these messages, and closes it at `until`."""
+    sent: list[dict[str, Any]] = []
+    left: list[dict[str, Any]] = [{"type": "websocket.connect"}]
+    left += [{"type": "websocket.receive", "text": json.dumps(message)} for message in messages]
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> dict[str, Any]:
+        if left:
+            return left.pop(0)
+        await (until or asyncio.Event()).wait()
+        return {"type": "websocket.disconnect"}
+
+    await gateway({"type": "websocket", "path": "/predict/stream", "headers": [], "query_string": b""}, receive, send)
+    return sent
+
+
+def test_a_mistake_of_the_gateway_closes_a_websocket(stack: GatewayStack):
+    """CX-037: the request is answered without a word of the mistake, and the connection is closed with 1011."""
+
+    async def run() -> list[dict[str, Any]]:
+        gateway = Gateway(settings(stack))
+        parts = gateway._open()
+        jobs = parts.jobs
+        client, jobs.client = jobs.client, None  # type: ignore[assignment]  # the mistake
+        try:
+            async with asyncio.timeout(60):
+                return await _websocket(gateway, {"id": 1, "model": "double", "inputs": {"x": [ROW]}})
+        finally:
+            jobs.client = client
+            await gateway.aclose()
+
+    accepted, answer, closed = asyncio.run(run())
+    assert accepted["type"] == "websocket.accept"
+    assert json.loads(answer["text"]) == {
+        "id": 1,
+        "type": "error",
+        "status": 500,
+        "error": {
+            "code": "internal-error",
+            "title": "internal error",
+            "detail": "The gateway failed. Its operators find the reason in its log",
+        },
+    }
+    assert (closed["type"], closed["code"], closed["reason"]) == ("websocket.close", 1011, "The gateway failed")
+
+
+def test_clients_that_go_leave_nothing_behind(stack: GatewayStack):
+    """Requests that wait, streams and connections: no place, no waiter and no stream of them is left, and no job."""
+
+    async def leave(gateway: Gateway, gone: asyncio.Event, path: str, body: bytes = b"") -> None:
+        left = [{"type": "http.request", "body": body}]
+
+        async def receive() -> dict[str, Any]:
+            if left:
+                return left.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            """Nobody reads it."""
+
+        path, _, query = path.partition("?")
+        method = "POST" if body else "GET"
+        scope = {"type": "http", "method": method, "path": path, "headers": [], "query_string": query.encode()}
+        await gateway(scope, receive, send)
+
+    async def run() -> None:
+        gateway, gone = Gateway(settings(stack)), asyncio.Event()
+        parts = gateway._open()
+        async with AsyncClient(stack.server.url) as client, asyncio.timeout(120):
+            # The frozen worker may have asked for one job before.
+            first = await client.submit("napper", {"x": [[41, 9, 1, 1]]})
+            job = await client.submit("napper", {"x": [[42, 9, 1, 1]]})
+            tasks = []
+            for number in range(10):
+                document = {"model": "napper", "inputs": {"x": [[number, 9, 0, 9]]}}
+                body = json.dumps({"inputs": document["inputs"]}).encode()
+                tasks += [
+                    leave(gateway, gone, "/v1/models/napper:predict", body),
+                    leave(gateway, gone, f"/v1/jobs/{job.id}?wait=100"),
+                    leave(gateway, gone, f"/v1/jobs/{job.id}/events"),
+                    _websocket(gateway, {"id": number, **document}, {"job": job.id}, until=gone),
+                ]
+            running = asyncio.gather(*tasks)
+            jobs = parts.jobs
+            # Twenty jobs have one waiter each; one has the requests, the streams and the connections.
+            while (len(jobs._waiters), jobs._waiters.get(job.id)) != (21, 30):
+                await asyncio.sleep(0.01)
+            assert (jobs.waiting, parts.streams.count, parts.websockets.count) == (30, 10, 10)
+            submitted = [each for each in jobs._waiters if each != job.id]
+            gone.set()
+            await running
+            await jobs.aclose()
+            assert (jobs._waiters, jobs.waiting, parts.streams.count, parts.websockets.count) == ({}, 0, 0, 0)
+            assert not jobs._cancelling
+            assert {await client.job(each).status() for each in submitted} == {"cancelled"}
+            stack.worker.thaw()
+            await first.result(60)
+            await job.result(60)
+        await gateway.aclose()
+
+    stack.worker.freeze()
+    try:
+        asyncio.run(run())
+    finally:
+        stack.worker.thaw()

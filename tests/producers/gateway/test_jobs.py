@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from penstock import Client
-from tests.producers.gateway.conftest import GatewayStack
+from tests.producers.gateway.conftest import GatewayStack, StartGateway
 from tests.servers import wait_until
 
 ROW = [1.0, 2.0, 3.0, 4.5]
@@ -36,10 +36,26 @@ def test_a_job_is_accepted_and_found_at_its_location(http: httpx.Client):
 
 
 def test_a_job_that_ends_in_time_is_answered_at_once(http: httpx.Client):
-    """Prefer: wait=N gives the job itself; one that takes longer is 202, and goes on."""
+    """Prefer: wait=N gives the job itself."""
     ended = http.post("/v1/jobs", json=job(), headers={"Prefer": "respond-async, wait=60"})
     assert ended.status_code == 200
     assert ended.json()["outputs"]["y"]["data"] == [TWICE]
+
+
+def test_a_job_that_does_not_end_in_time_goes_on(stack: GatewayStack, http: httpx.Client):
+    """Prefer: wait=N runs out: 202 with Location, Retry-After and the status, as if the client had not waited."""
+    stack.worker.freeze()
+    try:
+        accepted = http.post("/v1/jobs", json=job(row=[4, 4, 4, 4]), headers={"Prefer": "wait=1"})
+    finally:
+        stack.worker.thaw()
+    assert accepted.status_code == 202
+    assert accepted.json().keys() == {"id", "model", "status"}
+    assert accepted.json()["status"] in ("queued", "running")
+    assert int(accepted.headers["retry-after"]) >= 1
+    assert accepted.headers["penstock-job-id"] == accepted.json()["id"]
+    ended = http.get(accepted.headers["location"], params={"wait": 60}).json()
+    assert (ended["id"], ended["outputs"]["y"]["data"]) == (accepted.json()["id"], [[8, 8, 8, 8]])
 
 
 def test_a_job_of_the_gateway_is_a_job_of_python(stack: GatewayStack, http: httpx.Client):
@@ -151,6 +167,59 @@ def test_one_bad_item_refuses_the_batch(stack: GatewayStack, http: httpx.Client)
         assert len(set(redis.scan_iter("{double}:job:*"))) == before
     for inputs in ([], [{"x": [ROW]}] * 10_001):
         assert http.post("/v1/jobs:batch", json={"model": "double", "inputs": inputs}).status_code == 422
+
+
+def test_a_conflicting_key_of_a_batch_is_told_in_its_place(stack: GatewayStack, http: httpx.Client):
+    """The others are accepted, also those of later calls of the broker; nothing is accepted where all conflict."""
+    count, known, taken = 1200, 500, 700
+    for key, row in (("batch-known", [float(known), 0, 0, 0]), ("batch-taken", ROW)):
+        http.post("/v1/jobs", json=job(row=row), headers={"Idempotency-Key": key})
+    keys: list[str | None] = [None] * count
+    keys[known], keys[taken] = "batch-known", "batch-taken"
+    inputs = [{"x": [[number, 0, 0, 0]]} for number in range(count)]
+    with stack.server.client() as redis:
+
+        def jobs() -> int:
+            return sum(not key.endswith(b":events") for key in set(redis.scan_iter("{double}:job:*", count=10_000)))
+
+        before = jobs()
+        found = http.post("/v1/jobs:batch", json={"model": "double", "inputs": inputs, "idempotency_keys": keys})
+        assert found.status_code == 202, found.text
+        told = found.json()["jobs"]
+        assert jobs() - before == count - 2
+        assert [place for place, each in enumerate(told) if each["status"] == "refused"] == [taken]
+        assert told[taken].keys() == {"status", "error"}
+        assert told[taken]["error"]["code"] == "idempotency-conflict"
+        assert told[taken]["error"]["detail"].startswith("The idempotency key belongs to a job with")
+        for number in (0, known, taken - 1, taken + 1, count - 1):
+            outputs = http.get(told[number]["location"], params={"wait": 60}).json()["outputs"]
+            assert outputs["y"]["data"] == [[2 * number, 0, 0, 0]]
+        both = {"model": "double", "inputs": inputs[:2], "idempotency_keys": ["batch-known", "batch-taken"]}
+        none = http.post("/v1/jobs:batch", json=both)
+        assert (none.status_code, none.json()["type"]) == (422, "urn:penstock:problem:idempotency-conflict")
+        assert jobs() - before == count - 2
+
+
+def test_a_batch_takes_the_room_that_is_left(stack: GatewayStack, start_gateway: StartGateway):
+    """Each item without room says so, and Retry-After when to ask again; a batch without any room is 503."""
+    gateway = start_gateway(PENSTOCK_INFERENCE_QUEUE_MAX_DEPTH="5")
+    document = {"model": "napper", "inputs": [{"x": [[number, 8, 0, 8]]} for number in range(12)]}
+    with gateway.client() as http:
+        found = http.post("/v1/jobs:batch", json=document)
+        assert (found.status_code, int(found.headers["retry-after"]) >= 1) == (202, True)
+        told = found.json()["jobs"]
+        accepted = [each for each in told if each["status"] == "accepted"]
+        assert 1 <= len(accepted) < len(told) == 12
+        assert {each["error"]["code"] for each in told if each["status"] == "refused"} == {"queue-full"}
+        stack.worker.freeze()
+        try:
+            refused = [http.post("/v1/jobs:batch", json=document) for _ in range(2)][-1]
+            assert (refused.status_code, refused.json()["type"]) == (503, "urn:penstock:problem:queue-full")
+            assert int(refused.headers["retry-after"]) >= 1
+        finally:
+            stack.worker.thaw()
+        for each in accepted:
+            wait_until(lambda at=each["location"]: http.get(at).json()["status"] == "completed", 60, "it has ended")  # type: ignore[misc]
 
 
 def test_a_webhook_must_be_https(http: httpx.Client):

@@ -8,13 +8,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from websockets.asyncio.client import connect
 
 from penstock.producers.gateway.limits import Owner, RateLimits, headers_of
 from penstock.registry.api_keys import KeyLimits
 from penstock.registry.broker.meters import Charge, Meter, Reading, Spent
 from penstock.registry.errors import BrokerUnavailable, RateLimited
+from penstock.registry.queues import meter_key
 from penstock.registry.settings_sections import RateLimitConfig
-from tests.producers.gateway.conftest import StartGateway
+from tests.producers.gateway.conftest import GatewayStack, StartGateway
+from tests.producers.gateway.rpc.conftest import INFER, Caller, infer_request
 
 OF_KEY = KeyLimits(requests_per_minute=5, tokens_per_minute=50, requests_per_day=70, requests_per_month=90)
 EVERY = RateLimitConfig(
@@ -205,6 +208,42 @@ def test_an_address_has_a_limit_of_its_own(start_gateway: StartGateway):
             for n in range(2)
         )
     assert one == two == [200, 200, 200, 429]
+
+
+def test_a_forged_address_is_not_believed(stack: GatewayStack, start_gateway: StartGateway):
+    """CX-042: without server.address_header the address is that of the connection, whatever a client writes, in every
+    protocol; with it no other header counts."""
+    limits = {
+        "PENSTOCK_INFERENCE_SAFEGUARDS_RATE_LIMIT_ENABLED": "true",
+        "PENSTOCK_INFERENCE_SAFEGUARDS_RATE_LIMIT_ADDRESS_REQUESTS_PER_MINUTE": "1000",
+    }
+    forged = uuid.uuid4().hex
+    names = ("x-real-ip", "x-forwarded-for", "forwarded", "x-client-ip", "true-client-ip")
+    headers = {name: f"for={forged}" if name == "forwarded" else forged for name in names}
+
+    async def shake(url: str) -> None:
+        await (await connect(f"{url.replace('http', 'ws')}/predict/stream", additional_headers=headers)).close()
+
+    plain = start_gateway(**limits)
+    with plain.client() as client:
+        assert client.get("/v1/models", headers=headers).status_code == 200
+    asyncio.run(shake(plain.url))
+    caller = Caller(plain.rpc)
+    caller.call(INFER, infer_request(), metadata=[*headers.items()])
+    caller.channel.close()
+    assert {"127.0.0.1"} <= (seen := _addresses(stack))
+    assert not [address for address in seen if forged in address]
+    behind = start_gateway(**limits, PENSTOCK_INFERENCE_SERVER_ADDRESS_HEADER="X-Real-IP")
+    with behind.client() as client:
+        client.get("/v1/models", headers={**headers, "x-real-ip": f"real-{forged}"})
+    assert [address for address in _addresses(stack) if forged in address] == [f"real-{forged}"]
+
+
+def _addresses(stack: GatewayStack) -> set[str]:
+    """Those that a limit was charged for."""
+    prefix = meter_key("", "address")
+    with stack.server.client() as redis:
+        return {key.decode().removeprefix(prefix) for key in redis.scan_iter(f"{prefix}*")}
 
 
 def test_lines_of_a_batch_leave_half_of_a_minute_to_requests():

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.compose.deploy import Deployer
 from penstock.registry.metrics import GATEWAY_METRICS
+from penstock.registry.settings import Settings
+from penstock.safety.operator_key import OperatorKey
+from tests.conftest import StartWorker
+from tests.flow.hot_swap import write_multiplier
+from tests.gateway_process import GatewayProcess
 from tests.producers.gateway.conftest import GatewayStack, StartGateway
+from tests.servers import RedisServer, wait_until
 
 SERVED = ["counter", "double", "embedder", "napper", "raiser"]
 WRITER = "writer"
@@ -74,6 +83,54 @@ def test_without_a_worker_nothing_is_ready(start_gateway: StartGateway, redis_se
         assert (refused.status_code, refused.json()["type"]) == (503, "urn:penstock:problem:broker-unavailable")
         assert int(refused.headers["retry-after"]) >= 1
         assert http.get("/health/live").status_code == 200
+
+
+def test_monitors_follow_workers_and_promotions(
+    redis_server: RedisServer, start_worker: StartWorker, models_root: Path, tmp_path: Path
+):
+    """CX-029, ES-044, IN-039: 503 until a worker is ready, then 200 with the version; a promotion changes it for
+    monitors, in the list, and for jobs."""
+    for version in (1, 2):
+        write_multiplier(models_root, "only", version, forward_s=0)
+    operator = OperatorKey.generate(tmp_path / "operator.pem")
+    environ = {"PENSTOCK_REDIS_URL": redis_server.url, "PENSTOCK_CELERY_URL": redis_server.celery_url}
+    gateway = GatewayProcess(redis_server, tmp_path / "gateway").start()
+    monitors = ("/healthz", "/health", "/health/ready", "/ready", "/v2/health/ready")
+    try:
+        with (
+            gateway.client() as http,
+            Deployer.connect(Settings.load(environ={"PENSTOCK_HOME": str(tmp_path), **environ})) as deployer,
+        ):
+
+            def seen() -> tuple[Any, ...]:
+                active = http.get("/v1/models/only/active").json()
+                (line,) = http.get("/v1/models").json()["data"]
+                predicted = http.post("/v1/models/only:predict", json={"inputs": {"x": [[1, 1, 1, 1]]}}).json()
+                return (
+                    *(http.get("/healthz").json()["model_version"], active, line["active_version"]),
+                    *(predicted["version"], predicted["outputs"]["y"]["data"][0][0]),
+                )
+
+            def expected(version: int) -> tuple[Any, ...]:
+                text = str(version)
+                return text, {"name": "only", "version": text, "loaded": True}, text, text, float(version)
+
+            assert [http.get(path).status_code for path in monitors] == [503] * 5
+            for name in ("1", "2"):
+                deployer.register(models_root / "only" / name)
+                deployer.promote("only", name, "staging")
+            trust = {
+                "PENSTOCK_OPERATOR_PUBLIC_KEYS": operator.public_text,
+                "PENSTOCK_INFERENCE_STATE_RECONCILE_INTERVAL_S": "0.2",
+            }
+            start_worker(redis_server, models_root, environment=trust)
+            deployer.promote("only", "1")
+            wait_until(lambda: [http.get(path).status_code for path in monitors] == [200] * 5, 60, "all say ready")
+            wait_until(lambda: seen() == expected(1), 60, "version 1 answers everywhere")
+            deployer.promote("only", "2")
+            wait_until(lambda: seen() == expected(2), 60, "version 2 answers everywhere")
+    finally:
+        gateway.stop()
 
 
 def test_metrics_count_requests(http: httpx.Client):

@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
+from penstock import Client
 from tests.producers.gateway.conftest import GatewayStack
 from tests.servers import require_module
 
@@ -120,3 +121,44 @@ def test_bad_parameters_are_422(http: httpx.Client, parameters: dict[str, Any]):
     """priority and timeout are whole numbers."""
     found = http.post(INFER, json={"inputs": [{**INPUT, "data": ROW}], "parameters": parameters})
     assert found.status_code == 422
+
+
+def test_metadata_names_the_extensions_that_work(http: httpx.Client):
+    """The server's: bytes behind the JSON, priorities and time-outs, and the index, as the tests of this file use
+    them. A model's has its platform and its versions."""
+    server = http.get("/v2").json()
+    assert (server["name"], server["extensions"]) == (
+        "penstock",
+        ["binary_tensor_data", "schedule_policy", "model_repository"],
+    )
+    for path in ("/v2/models/double", "/v2/models/double/versions/1"):
+        model = http.get(path).json()
+        assert (model["name"], model["platform"], "1" in model["versions"]) == ("double", "penstock_python", True)
+        assert model["outputs"] == [{"name": "y", "datatype": "FP32", "shape": [-1, 4]}]
+
+
+def test_routes_of_a_version(http: httpx.Client):
+    """They answer for that version, and for no other one: an unknown one is 404 in the protocol's shape."""
+    request = {"inputs": [{**INPUT, "data": ROW}]}
+    assert http.get("/v2/models/double/versions/1/ready").json() == {"name": "double", "ready": True}
+    infer = "/v2/models/double/versions/1/infer"
+    assert http.post(infer, json=request).json()["model_version"] == "1"
+    for method, path in (
+        *(("GET", "/v2/models/double/versions/9"), ("GET", "/v2/models/double/versions/9/ready")),
+        *(("POST", "/v2/models/double/versions/9/infer"), ("GET", "/v2/models/nothing/ready")),
+    ):
+        found = http.request(method, path, json=request if method == "POST" else None)
+        assert (found.status_code, found.json().keys()) == (404, {"error"}), path
+
+
+def test_timeout_bounds_the_wait_in_the_queue(stack: GatewayStack, http: httpx.Client):
+    """Microseconds: the job expires and never runs; 0 is none."""
+    request = {"inputs": [{**INPUT, "data": ROW}]}
+    with Client(stack.server.url) as client:
+        running = client.submit_many("napper", [{"x": [[n, 5, 0, 2]]} for n in range(3)])
+        found = http.post("/v2/models/napper/infer", json={**request, "parameters": {"timeout": 1000}})
+        assert found.status_code == 504
+        assert client.job(found.headers["penstock-job-id"]).status() == "expired"
+        for each in running:
+            each.result(60)
+    assert http.post(INFER, json={**request, "parameters": {"timeout": 0}}).status_code == 200

@@ -46,6 +46,7 @@ def test_lines_of_chats(openai: Any, site: Site):
         "url": line("url", COMPLETIONS, prompt="a"),
         "long": line("long", CHATS, messages=chat("日本" * 200)),
         "greedy": line("greedy", CHATS, messages=chat("a"), n=2),
+        "huge": line("huge", CHATS, messages=chat("a"), n=1 << 62, temperature=1, logprobs=True),
     }
     for place, text in enumerate(bad.values()):
         lines.insert(2 * place, text)

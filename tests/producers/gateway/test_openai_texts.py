@@ -156,6 +156,8 @@ def test_client_that_goes_cancels_its_jobs(site: Site):
         ({"prompt": ["a", [1]]}, "a mixture"),
         ({"prompt": "a", "n": 0}, "n is 0. Expected 1 or more"),
         ({"prompt": "a", "n": 129}, "Found 129 texts in one request. Expected 1 to 128"),
+        ({"prompt": "a", "n": 1 << 62, "logprobs": 1}, "texts in one request. Expected 1 to 128"),
+        ({"prompt": ["a"] * 129}, "Found 129 texts in one request. Expected 1 to 128"),
         ({"prompt": "a", "top_p": 0}, "top_p: found 0"),
         ({"prompt": "a", "suffix": "b"}, "suffix: found a text"),
         ({"prompt": "a", "logprobs": 21}, "logprobs: found 21, expected an integer from 0 to 20"),
@@ -267,6 +269,8 @@ def test_json_of_a_schema(openai: Any):
     ("fields", "expected"),
     [
         ({"messages": []}, "messages: found an empty list"),
+        ({"n": 129}, "Found 129 texts in one request. Expected 1 to 128"),
+        ({"n": 1 << 62, "logprobs": True}, "texts in one request. Expected 1 to 128"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role: found 'robot'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "expected parts of type text"),
         ({"tools": [{"type": "x"}]}, "tools[0]: found"),

@@ -228,6 +228,13 @@ def test_flat_numbers(http: httpx.Client):
         assert many.json()["predictions"] == [TWICE, TWICE]
 
 
+def test_latency_is_that_of_the_job(http: httpx.Client):
+    """CX-024: at least as long as the model takes, 0.3 s, and at most as long as the client waits."""
+    found = http.post("/predict?model=napper", json={"inputs": [5, 5, 6, 6]})
+    # The whole is longer than its part on any machine.
+    assert 300 <= found.json()["latency_ms"] <= found.elapsed.total_seconds() * 1000
+
+
 @pytest.mark.parametrize(
     "document",
     [

@@ -36,10 +36,11 @@ def _bytes_of_letters() -> dict[str, int]:
 
 
 class Site(NamedTuple):
-    """The gateway, and an engine over the same package in this process."""
+    """The gateway and its worker, and an engine over the same package in this process."""
 
     gateway: GatewayProcess
     engine: Engine
+    worker: WorkerProcess
 
     def expected(self, prompt: Any, max_tokens: int = 24, **params: Any) -> str:
         """The text of the engine alone."""
@@ -78,7 +79,8 @@ def writing_site(server: RedisServer, folder: Path) -> Iterator[Site]:
     try:
         worker.start()
         gateway.start()
-        yield Site(gateway, Engine.from_pretrained(package, max_num_seqs=4, kv_cache_mb=4, packed_linears="off"))
+        engine = Engine.from_pretrained(package, max_num_seqs=4, kv_cache_mb=4, packed_linears="off")
+        yield Site(gateway, engine, worker)
     finally:
         gateway.stop()
         worker.stop()

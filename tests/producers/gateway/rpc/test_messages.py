@@ -46,3 +46,16 @@ def test_bytes_that_are_no_message_are_refused():
     """With the message that was expected."""
     with pytest.raises(InvalidInput, match=r"Expected one of inference\.PredictRequest"):
         parsed(message("PredictRequest"), b"\xff\xff\xff")
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("PredictRequest", {"inputs": 1, "model_version": 2}),
+        ("PredictResponse", {"predictions": 1, "model_version": 2, "latency_ms": 3}),
+    ],
+)
+def test_numbers_of_predictions(name: str, numbers: dict[str, int]):
+    """CX-035: clients that were generated from the original file know these."""
+    fields = message(name).DESCRIPTOR.fields_by_name
+    assert {field: fields[field].number for field in numbers} == numbers
