@@ -64,7 +64,7 @@ def _inputs(number: float) -> dict[str, Any]:
 
 
 async def _gathered(url: str, model: str) -> None:
-    async with AsyncClient(url, timeout_s=30) as client:
+    async with AsyncClient(url, timeout_s=120) as client:
         await client.gather(await client.submit_many(model, [_inputs(-n) for n in (6, 7)]))
 
 
@@ -100,26 +100,26 @@ def test_work_goes_on_and_waiting_clients_are_told(
     process = worker.pid
     earlier = start_load(server, stage.forward_log)
     earlier.publish(4 + seed)
-    earlier.await_all(30)
+    earlier.await_all(120)
     with server.client() as client:
         client.save()
-    with Client(server.url, timeout_s=30) as client, ThreadPoolExecutor(8) as pool:
+    with Client(server.url, timeout_s=120) as client, ThreadPoolExecutor(8) as pool:
         worker.freeze()
         try:
             waiting = _begin_to_wait(client, stage, pool)
             with server.client() as plain:
                 queue = stream_key(stage.model, Priority.NORMAL)
-                wait_until(lambda: _queued(plain, queue, waiting) == WAITING, 30, "the jobs wait")
+                wait_until(lambda: _queued(plain, queue, waiting) == WAITING, 120, "the jobs wait")
             LOSSES[loss](server)
             is_back = time.monotonic()
         finally:
             worker.thaw()
         for each in waiting:
             with pytest.raises(JobLost):
-                each.result(60)
+                each.result(120)
         with closing(RedisStreams.from_url(server.url)) as broker:
-            wait_until(lambda: stage.model in broker.models() and broker.spec(stage.model), 30, "it is announced")
-            wait_until(lambda: broker.spec(stage.model, "1"), 30, "its version is announced")
+            wait_until(lambda: stage.model in broker.models() and broker.spec(stage.model), 120, "it is announced")
+            wait_until(lambda: broker.spec(stage.model, "1"), 120, "its version is announced")
         trial.recovered(time.monotonic() - is_back, within=ANNOUNCED_S)
         later = start_load(server, stage.forward_log)
         later.publish(10)
