@@ -207,7 +207,7 @@ def test_cancels_at_random_moments_give_all_pages_back(client: Client, stage: St
     def is_empty() -> bool:
         """Pages of the prefix cache are no requests' pages."""
         running = _sampled(worker, "penstock_generation_requests", "writer")
-        return running == 0 and _sampled(worker, "penstock_pages", "writer", state="used") == 0
+        return running == 0 and _sampled(worker, "penstock_pages", "writer", kind="used") == 0
 
     wait_until(is_empty, PATIENCE_S, "no request is left")
 
