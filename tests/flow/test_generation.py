@@ -333,9 +333,7 @@ def _num_events(stage: Stage, jobs: list[JobHandle]) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
-def test_open_streams_outlive_their_worker_at_random_tokens(
-    stage: Stage, fault: str, seed: int, worker: WorkerProcess
-):
+def test_open_streams_outlive_their_worker_at_random_tokens(stage: Stage, fault: str, seed: int, worker: WorkerProcess):
     """All 32 seats write; kill -9, or SIGSTOP, after a random number of events: no text is lost, and none has a
     character too many or too few.
     """
