@@ -53,6 +53,7 @@ from penstock.workers.generation.text import TextStream
 from penstock.workers.generation.text_group import add_siblings, has_news, is_finished, members, output
 from penstock.workers.generation.token_rules import token_rules
 from penstock.workers.generation.verification import sampled_tokens
+from penstock.workers.runtime.prepacked import PackedFailure
 from penstock.workers.runtime.torch_device import TorchDevice
 
 __all__ = ["Engine"]
@@ -74,7 +75,7 @@ class Engine:
         records = LoadRecords(config.cache_dir)
         self.packing: Final = Packing(decoder.model, config.packed_linears, records)
         decoder.kernel = choose_kernel(config.attention, decoder.device)
-        page_nbytes = probe(decoder, cache.page_size, records, config.packed_linears)
+        page_nbytes = self._probed(records)
         num_pages = pool_pages(decoder, config, page_nbytes)
         prefixes = None
         if cache.enable_prefix_caching:
@@ -295,7 +296,22 @@ class Engine:
                 self.scheduler.disturb([chunk])
                 self._fail(chunk, error)
 
+    def _probed(self, records: LoadRecords) -> int:
+        page_size, packing = self.config.cache.page_size, self.config.packed_linears
+        try:
+            return probe(self.decoder, page_size, records, packing)
+        except PackedFailure as failure:
+            self.packing.give_up(failure)
+        return probe(self.decoder, page_size, records, "off")
+
     def _forward(self, chunks: Sequence[Chunk]) -> dict[str, list[Sampled]]:
+        try:
+            return self._sampled(chunks)
+        except PackedFailure as failure:
+            self.packing.give_up(failure)
+        return self._sampled(chunks)
+
+    def _sampled(self, chunks: Sequence[Chunk]) -> dict[str, list[Sampled]]:
         with self.decoder.device.inference():
             logits, sampling = self.forwards.logits(chunks)
             return sampled_tokens(logits, sampling, self._requests)
