@@ -6,6 +6,8 @@
     engine = Engine.from_pretrained("folder", max_num_seqs=16)
     engine.generate(["def add(", "def sub("], SamplingParams(max_tokens=32))[0].outputs[0].text
 
+At level DEBUG the logger `penstock.runtime.steps` has a line for each step.
+
 Any thread may call an engine. One lock is held for a step, so at most one thread computes at a time, and each caller
 computes steps until its own requests have ended.
 
@@ -14,6 +16,7 @@ Importing this module imports torch and transformers.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
@@ -46,7 +49,7 @@ from penstock.workers.generation.probe import probe
 from penstock.workers.generation.prompts import Prompt, PromptReader
 from penstock.workers.generation.request import GenerationRequest
 from penstock.workers.generation.sampler import Sampled
-from penstock.workers.generation.scheduler import Chunk, Scheduler
+from penstock.workers.generation.scheduler import Chunk, Scheduler, StepPlan
 from penstock.workers.generation.scheduler import Sequence as Scheduled
 from penstock.workers.generation.structure import StructureCompiler
 from penstock.workers.generation.text import TextStream
@@ -57,6 +60,8 @@ from penstock.workers.runtime.prepacked import PackedFailure
 from penstock.workers.runtime.torch_device import TorchDevice
 
 __all__ = ["Engine"]
+
+step_logger = logging.getLogger("penstock.runtime.steps")
 
 _MOST_GUESSING: Final = 2
 """Running requests beside which guesses pay on a CPU."""
@@ -295,6 +300,21 @@ class Engine:
             for chunk, error in attempted.failed:
                 self.scheduler.disturb([chunk])
                 self._fail(chunk, error)
+            if step_logger.isEnabledFor(logging.DEBUG):
+                self._log_step(plan, attempted)
+
+    def _log_step(self, plan: StepPlan, attempted: Attempted) -> None:
+        facts = {
+            "step": self._counts.steps,
+            "rows": len(attempted.computed),
+            "tokens": sum(chunk.num_tokens for chunk in attempted.computed),
+            "failed": len(attempted.failed),
+            "preempted": len(plan.preempted),
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "pages_used": self.pages.num_used,
+        }
+        step_logger.debug("a step of generation", extra=facts)
 
     def _probed(self, records: LoadRecords) -> int:
         page_size, packing = self.config.cache.page_size, self.config.packed_linears
