@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -21,6 +22,7 @@ from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.queues import events_key
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.engine import Engine
+from tests.architecture.documents import written
 from tests.flow.conftest import Samples
 from tests.servers import RedisServer, WorkerProcess, let_pass, redis_binaries, require, wait_until
 from tests.workers.generation.packages import write_writer
@@ -283,6 +285,26 @@ def test_top_shows_the_engine(client: Client, stage: Stage):
         assert engine["predicted_wait_s"] is None or engine["predicted_wait_s"] > 0
 
 
+def test_engine_with_free_seats_gets_the_next_texts(client: Client, stage: Stage, worker: WorkerProcess):
+    """ES-064: a full engine claims no more, so the texts that it has no seat for run on the other one."""
+
+    def taken(of: WorkerProcess) -> float:
+        return Samples(of).total("penstock_generation_requests", model_name="scribe")
+
+    # More than the first engine writes while the other worker starts.
+    long = replace(GREEDY, max_tokens=LONG - 100)
+    jobs = [client.submit("scribe", {"prompt": "x"}, options=long) for _ in range(8)]
+    try:
+        wait_until(lambda: taken(worker) == 2, PATIENCE_S, "the only engine is full")
+        assert [job.status() for job in jobs].count("queued") == 6
+        second = stage.worker("beside")
+        wait_until(lambda: (taken(worker), taken(second)) == (2, 2), PATIENCE_S, "both engines are full")
+        second.stop()
+    finally:
+        for job in jobs:
+            job.cancel()
+
+
 def _resumed(stage: Stage, jobs: list[JobHandle]) -> int:
     """How many streams were continued by another worker."""
     with stage.server.client() as redis:
@@ -405,3 +427,22 @@ def test_time_of_a_text_counts_from_its_first_start(stage: Stage, worker: Worker
         assert "reset" not in kinds
         assert _resumed(stage, [job]) == 0
     first.stop()
+
+
+def test_code_of_the_page_runs(
+    stage: Stage, worker: WorkerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    """ES-059: the Python blocks of docs/how-to/generate.md, as they stand, by a small model with random weights."""
+    shutil.copytree(stage.root / "writer" / "1", tmp_path / "models" / "writer")
+    template = "{{ messages[-1].content }}{% if tools %}<tool_call>{% endif %}"
+    (tmp_path / "models" / "writer" / "chat_template.jinja").write_text(template)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PENSTOCK_REDIS_URL", stage.server.url)
+    blocks = [block.text for block in written()["docs/how-to/generate.md"].blocks if block.language == "python"]
+    names: dict[str, Any] = {"__name__": "document"}
+    for number, block in enumerate(blocks, 1):
+        exec(compile(block, f"Python block {number}", "exec", dont_inherit=True), names)  # noqa: S102  # our own page
+    names["client"].close()
+    assert len(names["texts"]) == 2
+    assert all(names["texts"])
+    assert capsys.readouterr().out
