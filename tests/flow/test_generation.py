@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from click.testing import CliRunner
 
 from penstock import AsyncClient, Cancelled, Client, InvalidInput, JobHandle
+from penstock.compose.cli import main
 from penstock.compose.views.top import compare, take_snapshot
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.queues import events_key
@@ -291,14 +293,17 @@ def test_engine_with_free_seats_gets_the_next_texts(client: Client, stage: Stage
     def taken(of: WorkerProcess) -> float:
         return Samples(of).total("penstock_generation_requests", model_name="scribe")
 
+    def num_running() -> int:
+        return [job.status() for job in jobs].count("running")
+
     # More than the first engine writes while the other worker starts.
     long = replace(GREEDY, max_tokens=LONG - 100)
     jobs = [client.submit("scribe", {"prompt": "x"}, options=long) for _ in range(8)]
     try:
-        wait_until(lambda: taken(worker) == 2, PATIENCE_S, "the only engine is full")
-        assert [job.status() for job in jobs].count("queued") == 6
+        wait_until(lambda: num_running() == 2, PATIENCE_S, "the only engine is full")
         second = stage.worker("beside")
         wait_until(lambda: (taken(worker), taken(second)) == (2, 2), PATIENCE_S, "both engines are full")
+        assert num_running() == 4
         second.stop()
     finally:
         for job in jobs:
@@ -427,6 +432,27 @@ def test_time_of_a_text_counts_from_its_first_start(stage: Stage, worker: Worker
         assert "reset" not in kinds
         assert _resumed(stage, [job]) == 0
     first.stop()
+
+
+def test_command_submit_writes_a_text(stage: Stage, worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch):
+    """As the page shows it: the events of a stream, and the whole text; sampling parameters are JSON in a list."""
+    monkeypatch.setenv("PENSTOCK_REDIS_URL", stage.server.url)
+    sampling = json.dumps([json.dumps({"max_tokens": 30, "temperature": 0, "ignore_eos": True})])
+    words = [
+        "submit",
+        "writer",
+        "--input",
+        "prompt=def parse_date(",
+        "--input",
+        f"sampling_params={sampling}",
+        "--json",
+    ]
+    wanted = stage.expected("def parse_date(", replace(GREEDY, max_tokens=30))
+    whole = CliRunner().invoke(main, [*words, "--wait"])
+    assert whole.exit_code == 0, whole.output
+    assert json.loads(whole.stdout)["outputs"]["text"] == [wanted]
+    events = [json.loads(line) for line in CliRunner().invoke(main, [*words, "--stream"]).stdout.splitlines()]
+    assert "".join(str(event["outputs"]["text"]) for event in events if event["type"] == "chunk") == wanted
 
 
 def test_code_of_the_page_runs(

@@ -185,6 +185,19 @@ def test_what_only_the_worker_can_know_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
+def test_form_beyond_the_limits_of_its_compiler_fails_alone(client: Client, stage: Stage):
+    """With an error of its own, in one line; logits that are not finite have another."""
+    rules = [f"r{at}: A r{at} | A" for at in range(20)]
+    heavy = "\n".join([f"start: {' | '.join(f'r{at}' for at in range(20))}", *rules, 'A: "a"'])
+    (letter,) = byte_tokenizer()("a")["input_ids"]
+    options = {"grammar": heavy, "max_tokens": 200, "logit_bias": {str(letter): 100}}
+    bad = client.submit("writer", {"prompt": "a"}, options=options)
+    good = [client.submit("writer", {"prompt": prompt}, options=GREEDY) for prompt in PROMPTS]
+    with pytest.raises(InputRefused, match=r"^grammar: .*items.*, expected a form that takes less memory and time$"):
+        bad.result(PATIENCE_S)
+    assert [job.result(PATIENCE_S)["text"][0] for job in good] == [stage.expected(prompt) for prompt in PROMPTS]
+
+
 def test_model_without_a_tokenizer_answers_in_tokens(client: Client):
     """The text is empty."""
     options = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
