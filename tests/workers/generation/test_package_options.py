@@ -17,10 +17,11 @@ from penstock.registry.errors import ConfigurationError
 from penstock.registry.package import load_package
 from penstock.registry.package.generation import PROFILES, Generation
 from penstock.registry.tensors import Array
+from penstock.safety.validators.builtin import GenerationValidator
 from penstock.safety.validators.comparison import Verdict
-from penstock.safety.validators.selection import BUILT_IN
 from penstock.workers.generation.config import CacheConfig, Config, SchedulerConfig
 from penstock.workers.generation.engine import Engine
+from penstock.workers.generation.prefix_cache import PrefixCache
 from penstock.workers.generation.served import GenerateRuntime
 from penstock.workers.generation.tool_calls import TOOL_PARSERS
 from tests.flow.conftest import amend
@@ -56,6 +57,11 @@ def answer(runtime: GenerateRuntime, inputs: Mapping[str, Any], **params: Any) -
     return runtime.run(runtime.prepare([{**given, "sampling_params": sampling}]))
 
 
+def _prefixes(engine: Engine) -> PrefixCache:
+    assert engine.pages.prefixes is not None
+    return engine.pages.prefixes
+
+
 # Options of the engine
 
 REACHED: dict[str, tuple[Any, Callable[[Engine], Any], Any]] = {
@@ -68,7 +74,7 @@ REACHED: dict[str, tuple[Any, Callable[[Engine], Any], Any]] = {
     # A page of 16 tokens: keys and values of two layers, two heads of 16 numbers in fp32.
     "kv_cache_mb": (2, lambda engine: engine.pages.num_pages, 2_000_000 // (16 * 2 * 2 * 2 * 16 * 4)),
     "enable_prefix_caching": (False, lambda engine: engine.pages.prefixes, None),
-    "prefix_cache_capacity": (1.0, lambda engine: engine.pages.prefixes.capacity, 487),
+    "prefix_cache_capacity": (1.0, lambda engine: _prefixes(engine).capacity, 487),
     "ageing_steps": (7, lambda engine: engine.scheduler.config.ageing_steps, 7),
     "packed_linears": ("off", lambda engine: engine.packing.layers, 0),
     "attention": ("sdpa", lambda engine: engine.config.attention, "sdpa"),
@@ -171,7 +177,8 @@ def test_parser_of_the_package_reads_the_calls(parser: str, text: str, calls: in
 
 def test_every_parser_may_be_named():
     """The registry lists them without the worker's code."""
-    assert [Generation(tool_parser=name).tool_parser for name in TOOL_PARSERS] == list(TOOL_PARSERS)
+    found = [Generation.model_validate({"tool_parser": name}).tool_parser for name in TOOL_PARSERS]
+    assert found == list(TOOL_PARSERS)
 
 
 @pytest.mark.parametrize(
@@ -218,8 +225,8 @@ def test_bf16_package_stays_within_the_validator_of_texts(tmp_path: Path):
         tokens[precision] = np.concatenate([each["token_ids"] for each in found])
         logprobs[precision] = [each["logprobs"][0] for each in found]
     assert logprobs["bf16"] != logprobs["fp32"]
-    assert BUILT_IN["generation"].compare(tokens["bf16"], tokens["fp32"]).verdict is Verdict.PASS
-    assert BUILT_IN["generation"].compare(tokens["bf16"][::-1], tokens["fp32"]).verdict is Verdict.FAIL
+    assert GenerationValidator().compare(tokens["bf16"], tokens["fp32"]).verdict is Verdict.PASS
+    assert GenerationValidator().compare(tokens["bf16"][::-1], tokens["fp32"]).verdict is Verdict.FAIL
 
 
 # Weights

@@ -162,7 +162,11 @@ def test_times_of_tokens_are_those_of_the_clock(step_s: float, handed_together: 
     """
     engine = open_engine(decoder("Llama"), kv_cache_mb=4, max_num_seqs=1, num_speculative_tokens=0)
     may_begin = threading.Event()
-    runner = EngineRunner(engine, may_begin.wait, clock=lambda: engine.stats().steps * step_s)
+
+    def begin() -> None:
+        may_begin.wait(PATIENCE_S)
+
+    runner = EngineRunner(engine, begin, clock=lambda: engine.stats().steps * step_s)
     calls: dict[str, int] = {"first": 0, "second": 0}
 
     def sink(output: RequestOutput) -> bool:

@@ -109,7 +109,7 @@ def test_form_beyond_the_limits_of_its_compiler_fails_alone(engine):
     expected = engine.generate("write", light)[0].outputs
     engine.add_request("heavy", "write", SamplingParams(grammar=heavy, max_tokens=MOST, logit_bias={letter: 100}))
     engine.add_request("light", "write", light)
-    ended = {}
+    ended: dict[str, Any] = {}
     while engine.has_unfinished_requests:
         ended |= {output.request_id: output.outputs for output in engine.step() if output.finished}
     assert ended["light"] == expected

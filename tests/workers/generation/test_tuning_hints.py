@@ -48,7 +48,7 @@ def bytes_of_pages(**options: Any) -> int:
 
 def bytes_of_weights_and_a_page(tmp_path: Path, **options: Any) -> float:
     engine = Engine.from_pretrained(write_model(tmp_path), kv_cache_mb=1, packed_linears="off", **options)
-    weights = sum(one.numel() * one.element_size() for one in engine.decoder.model.parameters())
+    weights = sum(int(one.numel() * one.element_size()) for one in engine.decoder.model.parameters())
     return weights + engine.forwards.pools_nbytes / engine.pages.num_pages
 
 
