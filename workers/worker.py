@@ -3,7 +3,7 @@
     open -- broker, probe, drain, optimizer, task endpoint, remote control --> start -- models, threads --> ready
     SIGTERM -> ask_to_stop -> the watchdog thread stops the parts in order -> wait_until_stopped -> close
 
-Twenty-five kinds of threads run beside Celery's own:
+Twenty-six kinds of threads run beside Celery's own:
 
     thread         module                         work; what it may call
     drain          drain.py                       the loop of jobs; the broker, and every part of the drain
@@ -14,6 +14,7 @@ Twenty-five kinds of threads run beside Celery's own:
     tokenise       runtime/tokeniser.py           tokenises parts of a large batch; the tokenizer. 0 to 3 for a version
     engine         generation/runner.py           the steps of a text engine; the engine. 0 or 1 for a version
     delivery       generation/runner.py           hands the texts of steps over; the events. 0 or 1 for a version
+    text-server    generation/server_address.py   connects to a text server; its name server. 0 to 64 for a version
     load           versions/loader.py             loads one version; Runtime.load. At most two threads
     instance       runtime/instances.py           replaces an instance that died; its child process. One for each death
     cache-reads    cache/tiers.py                 asks the cache on disk and in Redis; both. 0 or 1

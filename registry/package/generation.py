@@ -22,6 +22,7 @@ from penstock.registry.tensors import Array
 __all__ = [
     "GENERATE",
     "MESSAGES",
+    "MOST_GUESSES",
     "MOST_SEATS",
     "MOST_TOKENS",
     "PROFILES",
@@ -50,6 +51,10 @@ MOST_SEATS: Final = 64
 _MOST_URGENT: Final = 16
 MOST_TOKENS: Final = 1 << 20
 """Of a prompt and its text together."""
+MOST_GUESSES: Final = 64
+_LONGEST_TEMPLATE: Final = 1 << 15
+_OF_CHATS: Final = ("chat_template", "tool_parser")
+"""Fields that each chat takes; the engine has no such options."""
 PROFILES: Final[dict[str, dict[str, Any]]] = {
     "gpu": {"max_model_len": 4096, "max_num_seqs": 32, "page_size": 64, "hbm_utilization": 0.85},
     "memory_constrained": {"max_model_len": 2048, "max_num_seqs": 8, "page_size": 32, "kv_cache_mb": 64.0},
@@ -127,6 +132,10 @@ class Generation(Section):
     """Most requests that run at a time."""
     max_num_batched_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 512
     """Most tokens of a step; a longer prompt is computed in chunks, beside the other requests."""
+    max_long_prefill_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 64
+    """Most tokens of a step, while others decode, of a prompt that has more than four times as many."""
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=MOST_GUESSES)] = 3
+    """Most tokens that are guessed for each of at most two running greedy requests; 0 is off."""
     page_size: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 16
     """Tokens in a page of keys and values."""
     kv_cache_mb: Annotated[float | None, Field(gt=0)] = None
@@ -143,8 +152,16 @@ class Generation(Section):
     """Weights in oneDNN's layout; auto: where they are measured to be faster."""
     attention: Literal["auto", "sdpa", "triton"] = "auto"
     """Of decoding rows: sdpa over gathered pages, or a kernel in triton; auto: the kernel where it can run."""
-    cuda_graphs: bool = False
+    cuda_graphs: bool = True
     """On a GPU with the kernel, one launch for all kernels of a step in which every row decodes."""
+    compile_decoding: bool = False
+    """The model in these graphs is compiled: faster steps, and seconds for the first graphs of an engine."""
+    async_scheduling: Literal["auto", "on", "off"] = "auto"
+    """Launch a step of decoding rows before the tokens of the last one are read; auto: on a GPU."""
+    chat_template: Annotated[str | None, Field(min_length=1, max_length=_LONGEST_TEMPLATE)] = None
+    """A template of Jinja that makes a prompt of messages; null: that of the tokenizer."""
+    tool_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
+    """The form of calls of tools in a text; null: that which the template shows."""
     runtime_url: ServerUrl | None = None
     """Another server, with OpenAI's routes, that writes the texts; null: our engine does."""
     runtime_model: Annotated[str | None, Field(min_length=1, max_length=256)] = None
@@ -194,7 +211,8 @@ class Generation(Section):
 
     def engine_options(self) -> dict[str, Any]:
         """The options by the names of `Engine.from_pretrained`."""
-        return {name: value for name, value in self.model_dump(exclude={"profile"}).items() if not _is_remote(name)}
+        own = self.model_dump(exclude={"profile", *_OF_CHATS})
+        return {name: value for name, value in own.items() if not _is_remote(name)}
 
 
 def _is_remote(name: str) -> bool:

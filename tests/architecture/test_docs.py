@@ -247,8 +247,8 @@ def test_threads_of_a_worker_are_listed():
     table = page.partition("| thread | number |")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| `([\w-]+)[^`]*`", table, re.MULTILINE)
     assert sorted(rows) == sorted(name for name, _ in started_threads())
-    assert len(rows) == 25
-    assert "there are twenty-five kinds of threads" in page
+    assert len(rows) == 26
+    assert "there are twenty-six kinds of threads" in page
 
 
 def test_states_of_a_job_are_listed():

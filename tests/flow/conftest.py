@@ -72,11 +72,17 @@ class Samples:
         self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
     def of(self, name: str, **labels: str) -> dict[tuple[str, ...], float]:
-        """Values of a sample name by the labels that were not fixed, in their order on the page."""
+        """Values of a sample name by the labels that were not fixed, in their order on the page.
+
+        A label that the samples do not have fails the test: nothing would ever match.
+        """
+        named = [sample for sample in self._samples if sample.name == name]
+        unknown = {label for sample in named for label in labels.keys() - sample.labels.keys()}
+        assert not unknown, f"{name} has no label {', '.join(sorted(unknown))}"
         return {
             tuple(value for label, value in sample.labels.items() if label not in labels): sample.value
-            for sample in self._samples
-            if sample.name == name and labels.items() <= sample.labels.items()
+            for sample in named
+            if labels.items() <= sample.labels.items()
         }
 
     def total(self, name: str, **labels: str) -> float:

@@ -1,21 +1,25 @@
 """A worker whose Llama misbehaves for some tokens: `python -m tests.flow.poisoned_worker MOST NAME`.
 
-A forward of more than MOST tokens does not fit into the memory. The other faults are those of POISON.
+A forward of more than MOST tokens does not fit into the memory. The name server never answers for SILENT. The other
+faults are those of POISON.
 """
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["POISON", "PoisonedWorker"]
+__all__ = ["POISON", "SILENT", "PoisonedWorker"]
 
 from tests.servers import WorkerProcess
 
 POISON: Final = {"nan": "\x01", "raises": "\x02", "hangs": "\x03"}
 """Kind of fault -> the character in a prompt. The first is a matter of the weights."""
+SILENT: Final = "silent.invalid"
+"""A host."""
 _LETTERS: Final = {"\x02": "Ă", "\x03": "ă"}
 """As tokenizers of bytes write them."""
 
@@ -53,6 +57,14 @@ def main(most: str, name: str) -> None:
             threading.Event().wait()
         return forward(self, input_ids=input_ids, **more)
 
+    resolve = socket.getaddrinfo
+
+    def silent(host: Any, *more: Any, **named: Any) -> Any:
+        if host == SILENT:
+            threading.Event().wait()
+        return resolve(host, *more, **named)
+
+    socket.getaddrinfo = silent
     setattr(LlamaForCausalLM, "forward", poisoned)  # noqa: B010 - for mypy, a method is no attribute
     worker_app.app.worker_main(["worker", "-P", "solo", "-c", "1", "-n", name])
 

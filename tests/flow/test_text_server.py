@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 import yaml
 
@@ -31,11 +32,12 @@ PROMPTS = ["the stream", "größe, naïve", "日本語"]
 
 
 class Stage(NamedTuple):
-    """The gateway, reached through a proxy, the worker behind it, and an engine over the same package."""
+    """The gateway, which the reader calls through a proxy, its worker, and an engine over the same package."""
 
     server: RedisServer
     root: Path
     folder: Path
+    gateway: GatewayProcess
     proxy: Proxy
     writer: WorkerProcess
     engine: Engine
@@ -80,7 +82,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         _write_relay(root, "long-relay", runtime_url=url, runtime_model="scribe", runtime_fields=fields)
         _write_relay(root, "stray", runtime_url=url, runtime_model="nobody")
         engine = Engine.from_pretrained(package, max_num_seqs=4, kv_cache_mb=4, packed_linears="off")
-        yield Stage(server, root, folder, proxy, writer, engine)
+        yield Stage(server, root, folder, gateway, proxy, writer, engine)
     writer.stop()
     gateway.stop()
     server.stop()
@@ -165,6 +167,34 @@ def test_cancelled_job_ends_at_the_server(client: Client, stage: Stage):
     wait_until(lambda: running() == 0, PATIENCE_S, "the server's engine runs nothing")
     tokens = Samples(stage.writer).total("penstock_tokens_total", model_name="scribe", kind="generated")
     assert tokens < LONG - 10
+
+
+@pytest.mark.parametrize("key", [None, "kept"])
+def test_client_of_the_gateway_that_goes_frees_seats_and_pages(stage: Stage, key: str | None, client: Client):
+    """Its job is cancelled between two steps, long before its end; a job with an idempotency key goes on to it."""
+
+    def left() -> float:
+        samples = Samples(stage.writer)
+        running = samples.total("penstock_generation_requests", model_name="scribe")
+        return running + samples.total("penstock_pages", model_name="scribe", kind="used")
+
+    def tokens() -> float:
+        return Samples(stage.writer).total("penstock_tokens_total", model_name="scribe", kind="generated")
+
+    wait_until(lambda: left() == 0, PATIENCE_S, "the engine is idle")
+    before, wanted = tokens(), 1500 if key else LONG - 10
+    body = {"model": "scribe", "prompt": f"of {key}", "max_tokens": wanted, "stream": True, "ignore_eos": True}
+    headers = {} if key is None else {"idempotency-key": key}
+    url = f"{stage.gateway.url}/v1/completions"
+    with httpx.stream("POST", url, json=body, headers=headers, timeout=PATIENCE_S) as answer:
+        assert next(answer.iter_lines()).startswith("data: ")
+        job_id = answer.headers["penstock-job-id"]
+    # A request of the gateway that waited for the job would keep it.
+    wait_until(lambda: client.job(job_id).status() not in ("queued", "running"), PATIENCE_S, "the job has ended")
+    assert client.job(job_id).status() == ("completed" if key else "cancelled")
+    wait_until(lambda: tokens() > before and left() == 0, PATIENCE_S, "seats and pages are free")
+    written = tokens() - before
+    assert written == wanted if key else 0 < written < wanted
 
 
 def test_broken_connection_leaves_no_gap(client: Client, stage: Stage):

@@ -202,4 +202,4 @@ def test_the_table_of_threads_names_every_thread_and_its_module():
     rows = re.findall(r"^    (\S+) +(\S+\.py) ", text, re.MULTILINE)
     assert set(rows) == started_threads()
     assert len(rows) == 25
-    assert "Twenty-five kinds of threads run" in text
+    assert "Twenty-six kinds of threads run" in text

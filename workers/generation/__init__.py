@@ -47,6 +47,7 @@ engine_times     times and lengths of late, for reports
 runner           the backend that owns an engine
 server_backend   the backend whose texts another server writes
 server_request   a wish -> the request to that server
+server_address   its URL -> a connection
 server_call      one connection to it: request -> events
 server_text      events -> outputs
 served           the runtime of format `generate`: jobs -> a backend

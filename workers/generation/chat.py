@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from penstock.registry.chat_messages import Message, checked_messages, checked_tools
-from penstock.registry.errors import InvalidInput, shown
+from penstock.registry.errors import ConfigurationError, InvalidInput, shown
 from penstock.workers.generation.outputs import ChatMessage, ChatOutput, CompletionOutput, RequestOutput
 from penstock.workers.generation.tool_calls import TOOL_PARSERS, ParsedText, parse_tool_calls, parser_of_template
 
-__all__ = ["ChatPrompt", "chat_output", "chat_prompt", "parser_of"]
+__all__ = ["ChatPrompt", "chat_output", "chat_prompt", "check_template", "parser_of"]
 
 
 class ChatPrompt(NamedTuple):
@@ -69,6 +69,23 @@ def chat_prompt(
     if not isinstance(text, str) or not text:
         raise InvalidInput("The chat template wrote an empty prompt, expected at least one character")
     return text
+
+
+def check_template(tokenizer: Any, template: str | None) -> None:
+    """Raises ConfigurationError for a template that no chat of the model can use. None: there is none to check."""
+    if template is None:
+        return
+    if tokenizer is None:
+        raise ConfigurationError("chat_template: found one for a model without a tokenizer, expected none")
+    from jinja2 import TemplateSyntaxError
+
+    # It may refuse this message. What is no template refuses all.
+    try:
+        chat_prompt(tokenizer, [{"role": "user", "content": "a"}], (), template)
+    except InvalidInput as error:
+        if isinstance(wrong := error.__cause__, TemplateSyntaxError):
+            found = f"{shown(wrong.message or 'an error')} in line {wrong.lineno}"
+            raise ConfigurationError(f"chat_template: found {found}, expected a template of Jinja") from error
 
 
 def chat_output(output: RequestOutput, parser: str | None, tools: Sequence[str]) -> ChatOutput:

@@ -6,6 +6,8 @@
     engine = Engine.from_pretrained("folder", max_num_seqs=16)
     engine.generate(["def add(", "def sub("], SamplingParams(max_tokens=32))[0].outputs[0].text
 
+At level DEBUG the logger `penstock.runtime.steps` has a line for each step.
+
 Any thread may call an engine. One lock is held for a step, so at most one thread computes at a time, and each caller
 computes steps until its own requests have ended.
 
@@ -56,11 +58,13 @@ from penstock.workers.generation.text_group import add_siblings, has_news, is_fi
 from penstock.workers.generation.token_rules import token_rules
 from penstock.workers.generation.verification import sampled_tokens
 from penstock.workers.runtime.base import DeviceLost
+from penstock.workers.runtime.prepacked import PackedFailure
 from penstock.workers.runtime.torch_device import TorchDevice
 
 __all__ = ["Engine"]
 
 logger = logging.getLogger("penstock.runtime")
+step_logger = logging.getLogger("penstock.runtime.steps")
 
 _MOST_GUESSING: Final = 2
 """Running requests beside which guesses pay on a CPU."""
@@ -79,7 +83,7 @@ class Engine:
         records = LoadRecords(config.cache_dir)
         self.packing: Final = Packing(decoder.model, config.packed_linears, records)
         decoder.kernel = choose_kernel(config.attention, decoder.device)
-        page_nbytes = probe(decoder, cache.page_size, records, config.packed_linears)
+        page_nbytes = self._probed(records)
         num_pages = pool_pages(decoder, config, page_nbytes)
         prefixes = None
         if cache.enable_prefix_caching:
@@ -110,6 +114,7 @@ class Engine:
         self._lock: Final = threading.RLock()
         self._serials: Final = count()
         self._counts: Final = EngineCounts()
+        self._preemptions_logged = 0
 
     @classmethod
     def from_pretrained(cls, path: str | Path, config: Config | None = None, **options: Any) -> Engine:
@@ -324,6 +329,7 @@ class Engine:
         for chunk, error in attempted.failed:
             self.scheduler.disturb([chunk])
             self._fail(chunk, error)
+        self._log_step(attempted.computed, len(attempted.failed))
 
     # A step that is launched before the tokens of the last one are read
 
@@ -382,6 +388,33 @@ class Engine:
                 self._settle(request, chunk, [Sampled(token if is_known else None)])
             except Exception as error:  # a tokenizer may raise anything; only this request fails
                 self._fail(chunk, error)
+        self._log_step(launched.chunks)
+
+    def _log_step(self, computed: Sequence[Chunk], num_failed: int = 0) -> None:
+        """A line for a step whose tokens are known, with the preemptions since the last line."""
+        if not step_logger.isEnabledFor(logging.DEBUG):
+            return
+        preemptions = self.scheduler.num_preemptions
+        preempted, self._preemptions_logged = preemptions - self._preemptions_logged, preemptions
+        facts = {
+            "step": self._counts.steps,
+            "rows": len(computed),
+            "tokens": sum(chunk.num_tokens for chunk in computed),
+            "failed": num_failed,
+            "preempted": preempted,
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "pages_used": self.pages.num_used,
+        }
+        step_logger.debug("a step of generation", extra=facts)
+
+    def _probed(self, records: LoadRecords) -> int:
+        page_size, packing = self.config.cache.page_size, self.config.packed_linears
+        try:
+            return probe(self.decoder, page_size, records, packing)
+        except PackedFailure as failure:
+            self.packing.give_up(failure)
+        return probe(self.decoder, page_size, records, "off")
 
     def _is_open(self, chunk: Chunk) -> bool:
         """Whether the request goes on. Another one may have its id by now."""
@@ -389,6 +422,13 @@ class Engine:
         return request is not None and request.sequence is chunk.sequence
 
     def _forward(self, chunks: Sequence[Chunk]) -> dict[str, list[Sampled]]:
+        try:
+            return self._sampled(chunks)
+        except PackedFailure as failure:
+            self.packing.give_up(failure)
+        return self._sampled(chunks)
+
+    def _sampled(self, chunks: Sequence[Chunk]) -> dict[str, list[Sampled]]:
         with self.decoder.device.inference():
             logits, sampling = self.forwards.logits(chunks)
             return sampled_tokens(logits, sampling, self._requests)

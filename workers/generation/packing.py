@@ -3,6 +3,7 @@
     for each shape: known from an earlier load, or some layers packed and both ways timed at 1, 4, 16 and 64 rows
                  -> from how many rows on, or not at all
     layers that gain -> one packed before each step, so that a load and a stream do not wait for all of them
+    a packed layer fails -> all compute with their dense weights again
 
 A trial goes through several layers of a shape in turn, as a forward does: one weight alone would stay in the cache of
 the processor. The packed weights take the memory of the layers once more. The probe runs after the trials, so it proves
@@ -23,7 +24,7 @@ import torch
 
 from penstock.registry.errors import ConfigurationError
 from penstock.workers.generation.load_records import LoadRecords, machine
-from penstock.workers.runtime.prepacked import PrepackedLinear, pack_linears, packable, unpack
+from penstock.workers.runtime.prepacked import PackedFailure, PrepackedLinear, pack_linears, packable, unpack
 
 __all__ = ["Packing", "least_rows"]
 
@@ -54,6 +55,8 @@ class Packing:
         """Of their packed weights."""
         self._waiting: deque[tuple[list[torch.nn.Linear], int]] = deque()
         """Layers that share a weight, with their least number of rows."""
+        self._layers: list[PrepackedLinear] = []
+        """All that are packed."""
         if mode == "off":
             return
         linears = packable(model)
@@ -89,6 +92,16 @@ class Packing:
             self._waiting.clear()
         return bool(self._waiting)
 
+    def give_up(self, failure: PackedFailure) -> None:
+        """All layers compute with their dense weights from here on, and none is packed any more."""
+        reason = str(failure).partition("\n")[0]
+        logger.warning("packed layers failed and are dense again", extra={"layers": self.packed, "reason": reason})
+        for layer in self._layers:
+            unpack(layer)
+        self._layers.clear()
+        self._waiting.clear()
+        self.packed = self.nbytes = 0
+
     def _choose(self, alike: Sequence[list[torch.nn.Linear]], mode: str, records: LoadRecords) -> None:
         """alike: weights of one shape, each with the layers that share it."""
         if mode == "on":
@@ -113,19 +126,25 @@ class Packing:
         self._waiting.extend((sharing, rows) for sharing in alike[len(tried) :])
 
     def _pack(self, sharing: Sequence[torch.nn.Linear], rows: int) -> None:
-        for layer in pack_linears(sharing):
+        packed = pack_linears(sharing)
+        for layer in packed:
             layer.least_rows = rows
+        self._layers += packed
         self._count(sharing)
 
     def _tried(self, alike: Sequence[list[torch.nn.Linear]]) -> int | None:
         """The layers of the trial remain packed where packed weights are faster."""
         layers = [layer for sharing in alike for layer in pack_linears(sharing)]
-        rows = _trial(layers)
+        try:
+            rows = _trial(layers)
+        except PackedFailure:
+            rows = None
         for layer in layers:
             if rows is None:
                 unpack(layer)
             else:
                 layer.least_rows = rows
+        self._layers += layers if rows is not None else []
         for sharing in alike if rows is not None else ():
             self._count(sharing)
         return rows

@@ -23,6 +23,7 @@ from penstock.workers.generation.attention import KeyValuePools
 from penstock.workers.generation.load_records import LoadRecords, files_of, machine
 from penstock.workers.generation.model import Decoder
 from penstock.workers.generation.scheduler import Chunk, Sequence
+from penstock.workers.runtime.prepacked import PackedFailure
 
 __all__ = ["probe"]
 
@@ -40,7 +41,7 @@ _BEYOND: Final = 8
 def probe(decoder: Decoder, page_size: int, records: LoadRecords = _NO_RECORDS, packing: str = "off") -> int:
     """Returns the bytes that one page takes in all layers. packing: of the linear layers, see Config.
 
-    Raises ConfigurationError with the architecture's name.
+    Raises ConfigurationError with the architecture's name, and PackedFailure where the packed layers are at fault.
     """
     facts = _facts(decoder, page_size, packing)
     known = None if facts is None else records.read(_KIND, facts)
@@ -66,7 +67,7 @@ def _facts(decoder: Decoder, page_size: int, packing: str) -> dict[str, Any] | N
 def _proven(decoder: Decoder, page_size: int) -> int:
     try:
         return _probe(decoder, page_size)
-    except ConfigurationError:
+    except (ConfigurationError, PackedFailure):
         raise
     except Exception as error:
         # The model's own code: it may not know an argument, or do with a flat batch what nobody foresaw.

@@ -61,7 +61,7 @@ class GenerationRequest:
     deadline_s: float | None = None
     finish_reason: FinishReason | None = None
     failure: Exception | None = None
-    """What the model or its tokenizer raised for one of the texts: the first text has it."""
+    """What the model, its tokenizer or a form raised for one of the texts: the first text has it."""
     stop_reason: int | str | None = None
     logprobs: list[dict[int, float]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float] | None] = field(default_factory=list)
@@ -175,7 +175,7 @@ class GenerationRequest:
         stop_reason: int | str | None = None
         if self.matcher is not None and self.matcher.is_broken:
             # A form beyond the limits of its compiler leaves the end as the only token: the text is not complete.
-            reason = "error"
+            reason, self.first.failure = "error", self.matcher.failure
         elif is_end:
             reason, stop_reason = "stop", token
         elif self.matcher is not None and self.matcher.is_complete:

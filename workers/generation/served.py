@@ -32,7 +32,7 @@ from penstock.registry.queues import PriorityName
 from penstock.registry.sampling_params import SamplingParams
 from penstock.registry.tensors import Array
 from penstock.workers.generation.backend import Backend, Delivered, Wish
-from penstock.workers.generation.chat import ChatPrompt
+from penstock.workers.generation.chat import ChatPrompt, check_template
 from penstock.workers.generation.prompts import Prompt
 from penstock.workers.observe.metrics import GenerationFigures
 from penstock.workers.runtime.base import Prepared, StreamContext
@@ -112,7 +112,7 @@ class GenerateRuntime(PackageRuntime):
         """
         backend = self._loaded
         try:
-            params, prompt = read_params(inputs), _prompt(inputs)
+            params, prompt = read_params(inputs), self._prompt(inputs)
             wish = Wish(context.job_id or _WARM_UP, prompt, _seeded(params, context.job_id), tenant=context.tenant)
             if isinstance(context, ResumableContext):
                 wish = replace(wish, priority=context.priority)
@@ -183,6 +183,7 @@ class GenerateRuntime(PackageRuntime):
         torch.set_num_threads(threads)
         try:
             engine = Engine.from_pretrained(self._package.source_folder(), Config.from_options(options))
+            check_template(engine.decoder.tokenizer, spec.generate.chat_template)
         except ConfigurationError as error:
             raise type(error)(f"{spec.reference}: {error}") from None
         finally:
@@ -199,6 +200,18 @@ class GenerateRuntime(PackageRuntime):
             # Its tensors must be gone before their memory can be given back.
             del backend
             self._free_memory()
+
+    def _prompt(self, inputs: Mapping[str, Array]) -> Prompt | ChatPrompt:
+        if (chat := read_chat(inputs)) is not None:
+            options = self.spec.generate
+            own = (None, None) if options is None else (options.chat_template, options.tool_parser)
+            return ChatPrompt(*chat, *own)
+        if (text := inputs.get(PROMPT)) is not None:
+            return str(text[0])
+        if (tokens := inputs.get(TOKEN_IDS)) is not None:
+            ids: list[int] = tokens[0].tolist()
+            return ids
+        raise InvalidInput(f"Found no prompt. Expected one of the inputs {PROMPT}, {TOKEN_IDS} and {MESSAGES}")
 
     def _example(self, rows: int, length: int) -> dict[str, Array]:
         """See example_inputs: it has no free dimension."""
@@ -286,17 +299,6 @@ def _whole(
         return output
     finally:
         answer.close()
-
-
-def _prompt(inputs: Mapping[str, Array]) -> Prompt | ChatPrompt:
-    if (chat := read_chat(inputs)) is not None:
-        return ChatPrompt(*chat)
-    if (text := inputs.get(PROMPT)) is not None:
-        return str(text[0])
-    if (tokens := inputs.get(TOKEN_IDS)) is not None:
-        ids: list[int] = tokens[0].tolist()
-        return ids
-    raise InvalidInput(f"Found no prompt. Expected one of the inputs {PROMPT}, {TOKEN_IDS} and {MESSAGES}")
 
 
 def _message_json(message: ChatMessage, id_stem: str) -> str:

@@ -4,7 +4,7 @@
                '<-- pause <-- the server is away, or ended the connection: it writes the text again, and what was
                               delivered is left out where it is the same
 
-All of it happens on the thread of the job, in `Answer.next`.
+All of it happens on the thread of the job, in `Answer.next`, but for the connection: see server_address.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from penstock.registry.package.text_server import check_obeyed
 from penstock.workers.generation.backend import Wish
 from penstock.workers.generation.chat import ChatPrompt
 from penstock.workers.generation.outputs import ChatMessage, RequestOutput
-from penstock.workers.generation.server_call import Refusal, ServerAddress, ServerAway, ServerCall
+from penstock.workers.generation.server_address import LookUp, ServerAddress, ServerAway, look_up
+from penstock.workers.generation.server_call import Refusal, ServerCall
 from penstock.workers.generation.server_request import request_of
 from penstock.workers.generation.server_text import ServerText
 from penstock.workers.observe.metrics import GenerationFigures
@@ -38,7 +39,7 @@ _REFUSED_KEY: Final = (401, 403)
 
 
 class ServerBackend:
-    """name: of the package. environ: with the API key. clock: monotonic seconds.
+    """name: of the package. environ: with the API key. clock: monotonic seconds. look_up: of the server's name.
 
     Raises ConfigurationError for an address that may not be called, and for a key that is missing.
     """
@@ -50,12 +51,13 @@ class ServerBackend:
         hosts: Sequence[str],
         environ: Mapping[str, str],
         clock: Callable[[], float] = time.monotonic,
+        look_up: LookUp = look_up,
     ) -> None:
         if options.runtime_url is None:
             raise ConfigurationError("generate.runtime_url: missing, expected the address of a server")
         self.options: Final = options
         self.model: Final = options.runtime_model or name
-        self.address: Final = ServerAddress(options.runtime_url, hosts)
+        self.address: Final = ServerAddress(options.runtime_url, hosts, look_up)
         self.headers: Final = {
             "content-type": "application/json",
             "accept": "text/event-stream",

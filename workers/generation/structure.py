@@ -31,9 +31,10 @@ _JSON: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 
 
 class TextMatcher:
-    """The form of one text, and how far the text has come in it."""
+    """The form of one text, and how far the text has come in it. name: of the sampling field with the form."""
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
+    def __init__(self, matcher: Any, vocab_size: int, name: str) -> None:
+        self._name: Final = name
         self._matcher: Final = matcher
         self._vocab_size: Final = vocab_size
         self._read = 0
@@ -54,6 +55,13 @@ class TextMatcher:
         """Whether the text left its form, or the form took more memory or time than is allowed."""
         return bool(self._matcher.is_error())
 
+    @property
+    def failure(self) -> InvalidInput:
+        """The error of a request whose form is broken."""
+        # Further lines repeat the text.
+        reason = shown(str(self._matcher.get_error()).partition("\n")[0])
+        return InvalidInput(f"{self._name}: {reason}, expected a form that takes less memory and time")
+
     def forbidden(self) -> torch.Tensor:
         """(V,) bool: tokens that may not come next."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
@@ -64,7 +72,7 @@ class TextMatcher:
 
     def copy(self) -> TextMatcher:
         """The same form, for another text of the request."""
-        copied = TextMatcher(self._matcher.deep_copy(), self._vocab_size)
+        copied = TextMatcher(self._matcher.deep_copy(), self._vocab_size, self._name)
         copied._read = self._read
         return copied
 
@@ -94,7 +102,7 @@ class StructureCompiler:
                 if len(self._compiled) > _MAX_COMPILED:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(key)
-            return TextMatcher(compiled.deep_copy(), self._vocab_size)
+            return TextMatcher(compiled.deep_copy(), self._vocab_size, key[0])
 
     def _compile(self, library: Any, name: str, source: str) -> Any:
         if self._vocabulary is None:

@@ -28,7 +28,16 @@ from torch.nn.functional import gelu, linear
 
 from penstock.workers.runtime.compilable import CompilationRefused
 
-__all__ = ["Packing", "PrepackedLinear", "can_prepack", "pack_linears", "packable", "prepack", "unpack"]
+__all__ = [
+    "PackedFailure",
+    "Packing",
+    "PrepackedLinear",
+    "can_prepack",
+    "pack_linears",
+    "packable",
+    "prepack",
+    "unpack",
+]
 
 _DTYPES: Final = (torch.float32, torch.bfloat16)
 _LEAST_ROWS: Final = 8
@@ -38,6 +47,10 @@ _MOST_BYTES: Final = 500_000_000
 """More packed weights are refused: as much growth as TorchCompileSafetyMonitor allows a compiled form."""
 _PROBE_TOLERANCE: Final = 0.05
 """bf16 has 8 bits. An operator with another meaning differs by more from outputs of about 1."""
+
+
+class PackedFailure(RuntimeError):
+    """The operator of packed weights failed. The layer would compute the same with its dense weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +95,13 @@ class PrepackedLinear(torch.nn.Linear):
     """Calls of fewer rows compute with the dense weight."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """input: (..., in_features) -> (..., out_features)."""
+        """input: (..., in_features) -> (..., out_features). Raises PackedFailure."""
         if self._is_packed_for(input):
-            return _multiply(input, self.packed.weight, self.bias, has_gelu=self.has_gelu)
+            try:
+                return _multiply(input, self.packed.weight, self.bias, has_gelu=self.has_gelu)
+            except (AttributeError, RuntimeError, TypeError) as error:
+                # The operators are private: these are the errors of others of their name, and of a broken weight.
+                raise PackedFailure(str(error)) from error
         outputs = super().forward(input)
         return gelu(outputs) if self.has_gelu else outputs
 

@@ -138,16 +138,6 @@ def test_a_text_that_runs_out_of_time_ends_as_it_is(openai: Any):
     assert answer.usage.completion_tokens < 200
 
 
-def test_client_that_goes_cancels_its_jobs(site: Site):
-    """Its seats come back: no job of it is left."""
-    body = {"model": "writer", "prompt": ["a", "b"], "max_tokens": 200, "stream": True, "ignore_eos": True}
-    with httpx.Client(base_url=site.gateway.url, timeout=60) as http:
-        with http.stream("POST", "/v1/completions", json=body) as answer:
-            assert next(answer.iter_lines()).startswith("data: ")
-            job_id = answer.headers["penstock-job-id"]
-        assert http.get(f"/v1/jobs/{job_id}?wait=60").json()["status"] in ("cancelled", "completed")
-
-
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.registry.errors import ConfigurationError, InvalidInput
 from penstock.workers.generation import CacheConfig, Config, Engine, SamplingParams, SchedulerConfig
-from tests.workers.generation.architectures import decoder, reference
+from tests.workers.generation.architectures import ARCHITECTURES, decoder, reference
 from tests.workers.generation.engines import GREEDY, engine_with_pages, open_engine, prompts_of, token_ids, write_model
 
 TEXT = "the stream of the river"
@@ -263,6 +264,22 @@ def test_a_critical_request_displaces_a_low_one_that_then_writes_the_same(engine
     assert ended == expected
 
 
+def test_each_step_has_a_line_where_it_is_wanted(engine, caplog):
+    """ES-028: with the counts of the step. At level INFO there is none."""
+    with caplog.at_level(logging.INFO, "penstock"):
+        engine.generate(prompts_of(9, 10), GREEDY)
+    assert caplog.records == []
+    before = engine.stats()
+    with caplog.at_level(logging.DEBUG, "penstock.runtime.steps"):
+        engine.generate(prompts_of(11, 12), GREEDY)
+    lines = [vars(record) for record in caplog.records if record.message == "a step of generation"]
+    after = engine.stats()
+    assert [line["step"] for line in lines] == list(range(before.steps + 1, after.steps + 1))
+    assert sum(line["rows"] for line in lines) == after.rows - before.rows
+    assert lines[0]["tokens"] == after.prompt_tokens_computed - before.prompt_tokens_computed
+    assert (lines[0]["running"], lines[0]["waiting"], lines[-1]["running"], lines[-1]["pages_used"]) == (2, 0, 0, 0)
+
+
 def test_objects_and_keywords_make_the_same_engine(folder):
     """ES-036: Config of CacheConfig and SchedulerConfig, or their fields as keywords."""
     config = Config(
@@ -302,10 +319,45 @@ def test_what_is_no_model_is_refused(tmp_path):
 
 
 def test_positions_that_depend_on_the_batch_are_refused(tmp_path):
-    """Dynamic rotary scaling reads the longest position of the whole flat batch; longrope has one regime here."""
+    """Dynamic rotary scaling reads the longest position of the whole flat batch."""
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     with pytest.raises(ConfigurationError, match="rotary positions of kind dynamic"):
         Engine.from_pretrained(write_model(tmp_path, rope_parameters=dynamic))
+
+
+def _long_rope(name: str) -> Any:
+    """A model that scales positions in another way once the batch has one beyond 64."""
+    half = 8
+    scaled = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0 + at / 8 for at in range(half)],
+        "long_factor": [3.0 + at for at in range(half)],
+        "original_max_position_embeddings": 64,
+        "factor": 4.0,
+    }
+    config = ARCHITECTURES[name]()
+    config.rope_parameters = scaled
+    config.original_max_position_embeddings = 64
+    return decoder(name, config=config)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Phi-3"])
+def test_longrope_is_served_to_the_end_of_its_short_regime(name):
+    """With the tokens of `model.generate`, to the last position; what goes beyond is refused, never wrong."""
+    model = _long_rope(name)
+    prompts = prompts_of(40, 9, 63)
+    expected = [reference(model, prompt, 64 - len(prompt)) for prompt in prompts]
+    engine = open_engine(model, kv_cache_mb=2)
+    assert (engine.decoder.max_positions, engine.most_tokens) == (64, 64)
+    found = [
+        engine.generate([prompt], SamplingParams(max_tokens=64 - len(prompt), temperature=0))[0] for prompt in prompts
+    ]
+    assert token_ids(found) == expected
+    with pytest.raises(InvalidInput, match="a prompt of 40 tokens and max_tokens 25, expected at most 64 together"):
+        engine.generate(prompts[0], SamplingParams(max_tokens=25, temperature=0))
+    with pytest.raises(ConfigurationError, match="max_model_len: found 65, expected at most 64 for this model"):
+        open_engine(_long_rope(name), kv_cache_mb=2, max_model_len=65)
 
 
 @pytest.mark.parametrize(

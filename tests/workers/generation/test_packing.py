@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.load_records import LoadRecords
 from penstock.workers.generation.packing import Packing, least_rows
+from penstock.workers.runtime import prepacked
 from penstock.workers.runtime.prepacked import PrepackedLinear, can_prepack, packable
 from tests.servers import leave_out
 from tests.workers.generation.architectures import decoder, reference
@@ -95,3 +98,45 @@ def test_a_later_load_does_what_the_first_has_measured(rows, tmp_path):
     assert list(next(one for step in written for one in step if one.finished).outputs[0].token_ids) == expected
     assert engine.packing.packed == (0 if rows is None else layers)
     assert {layer.least_rows for layer in _packed_layers(model)} == ({rows} if rows else set())
+
+
+def test_packed_layer_that_fails_ends_no_text(caplog):
+    """The step is computed again with dense weights, and so are the later ones; the log names the error."""
+    model = decoder("Llama")
+    if not can_prepack(model):
+        leave_out("this build of torch has no operators for packed weights")
+    prompts = prompts_of(3, 17, 40)
+    expected = [reference(model, prompt, 16) for prompt in prompts]
+    engine = open_engine(model, packed_linears="on", kv_cache_mb=4)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, GREEDY)
+    written = [engine.step() for _ in range(5)]
+    _packed_layers(model)[9].packed.weight = torch.zeros(3, 3)
+    while engine.has_unfinished_requests:
+        written.append(engine.step())
+    ended = {one.request_id: list(one.outputs[0].token_ids) for step in written for one in step if one.finished}
+    assert [ended[str(number)] for number in range(len(prompts))] == expected
+    assert (engine.packing.packed, engine.packing.nbytes, engine.packing.waiting) == (0, 0, 0)
+    assert _packed_layers(model) == []
+    (record,) = [each for each in caplog.records if each.message == "packed layers failed and are dense again"]
+    assert vars(record)["layers"] == 3 * 7 + 1
+    assert vars(record)["reason"]
+
+
+@pytest.mark.parametrize("mode", ["on", "auto"])
+def test_packed_layers_that_fail_at_load_are_dense(mode, monkeypatch):
+    """Whether the trial or the probe finds it; the model is served."""
+    model = decoder("Llama")
+    if not can_prepack(model):
+        leave_out("this build of torch has no operators for packed weights")
+
+    def fails(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("could not create a primitive")
+
+    (prompt,) = prompts_of(9)
+    expected = reference(model, prompt, 16)
+    with monkeypatch.context() as broken:
+        broken.setattr(prepacked, "_multiply", fails)
+        engine = open_engine(model, packed_linears=mode, kv_cache_mb=4)
+    assert _packed_layers(model) == []
+    assert token_ids(engine.generate([prompt], GREEDY)) == [expected]

@@ -153,3 +153,38 @@ def test_outputs_that_cannot_be_delivered_come_together_later():
     assert list(tokens_of(ticket)) == seen
     assert len(calls) <= 5
     runner.stop()
+
+
+@pytest.mark.parametrize(("step_s", "handed_together"), [(1.0, 1), (0.02, 3)])
+def test_times_of_tokens_are_those_of_the_clock(step_s: float, handed_together: int):
+    """By a clock of steps: one text writes at once, the other waits for its seat. Each token after the first took one
+    step, also where several were handed over together.
+    """
+    engine = open_engine(decoder("Llama"), kv_cache_mb=4, max_num_seqs=1, num_speculative_tokens=0)
+    may_begin = threading.Event()
+
+    def begin() -> None:
+        may_begin.wait(PATIENCE_S)
+
+    runner = EngineRunner(engine, begin, clock=lambda: engine.stats().steps * step_s)
+    calls: dict[str, int] = {"first": 0, "second": 0}
+
+    def sink(output: RequestOutput) -> bool:
+        calls[output.request_id] += 1
+        return False
+
+    params = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+    tickets = [runner.open(Wish(name, [1, 2, 3], params, sink=sink)) for name in calls]
+    may_begin.set()
+    for ticket in tickets:
+        tokens_of(ticket)
+    figures = runner.take_figures()
+    # The second text begins with the step after the last one of the first text.
+    assert figures.first_token_s == pytest.approx([step_s, 17 * step_s])
+    assert figures.inter_token_s == pytest.approx([step_s] * len(figures.inter_token_s))
+    assert len(figures.inter_token_s) + 2 == sum(calls.values())
+    assert max(calls.values()) <= 1 + -(-15 // handed_together) + 1
+    assert figures.generated_tokens == 32
+    again = runner.take_figures()
+    assert (again.first_token_s, again.inter_token_s) == ([], [])
+    runner.stop()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,11 +17,13 @@ from penstock.workers.generation.backend import Delivered, Wish
 from penstock.workers.generation.chat import ChatPrompt
 from penstock.workers.generation.outputs import RequestOutput, Usage
 from penstock.workers.generation.prompts import Prompt
+from penstock.workers.generation.server_address import ServerAddress, ServerAway
 from penstock.workers.generation.server_backend import ServerBackend
 from penstock.workers.generation.tool_calls import ToolCall
 from tests.servers import wait_until
 from tests.workers.generation.text_servers import Reply, TextServer, chat_event, event, usage
 
+PATIENCE_S = 30.0
 DONE = "[DONE]"
 PARAMS = SamplingParams(max_tokens=8, temperature=0.5, seed=3)
 HELLO = [event("hel"), event("lo", "stop"), usage(2, 5, 1), DONE]
@@ -226,6 +230,71 @@ def test_silent_server_ends_the_job():
         with pytest.raises(ForwardTimeout, match=r"sent nothing for 0\.2 s"):
             read(backend)
         assert len(server.asked) == 1
+
+
+def test_name_server_that_hangs_holds_no_job():
+    """The job looks about itself meanwhile, which is progress, and ends with a clear error. Nothing is asked later."""
+    is_over = threading.Event()
+
+    def hangs(host: str, port: int) -> list[str]:
+        is_over.wait(PATIENCE_S)
+        return ["127.0.0.1"]
+
+    with serving(Reply(HELLO)) as (server, _):
+        url = server.url.replace("127.0.0.1", "localhost")
+        backend = ServerBackend(Generation(runtime_url=url, runtime_timeout_s=1.2), "writer", (), {}, look_up=hangs)
+        with pytest.raises(ModelError, match=r"The text server is away: its name was not resolved within 1\.2 s"):
+            read(backend)
+        # Two looks at each of two attempts, and at the pause between them.
+        assert backend.turns >= 5
+        is_over.set()
+        wait_until(lambda: not _connecting(), PATIENCE_S, "the attempts have ended")
+        assert server.asked == []
+        assert read(backend).outputs[0].text == "hello"
+
+
+def test_attempts_that_hang_are_bounded():
+    """Each has a thread. When they have ended, others may begin."""
+    is_over = threading.Event()
+
+    def hangs(host: str, port: int) -> list[str]:
+        is_over.wait(PATIENCE_S)
+        return []
+
+    address = ServerAddress("http://localhost:1", look_up=hangs)
+    for _ in range(64):
+        with pytest.raises(ServerAway, match="its name was not resolved"):
+            next(address.connect(0.0))
+    with pytest.raises(ServerAway, match="64 earlier attempts still wait"):
+        next(address.connect(0.0))
+    assert _connecting() == 64
+    is_over.set()
+    wait_until(lambda: not _connecting(), PATIENCE_S, "the attempts have ended")
+    with pytest.raises(ConfigurationError, match="localhost"):
+        next(address.connect(PATIENCE_S))
+
+
+def test_connection_that_comes_too_late_is_closed():
+    """Nobody would read from it."""
+    is_over = threading.Event()
+
+    def late(host: str, port: int) -> list[str]:
+        is_over.wait(PATIENCE_S)
+        return ["127.0.0.1"]
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(PATIENCE_S)
+        with pytest.raises(ServerAway):
+            next(ServerAddress(f"http://localhost:{listener.getsockname()[1]}", look_up=late).connect(0.0))
+        is_over.set()
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(PATIENCE_S)
+            assert connection.recv(1) == b""
+
+
+def _connecting() -> int:
+    return sum(thread.name == "text-server" for thread in threading.enumerate())
 
 
 def test_job_that_ends_early_ends_the_connection():

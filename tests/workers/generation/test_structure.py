@@ -100,6 +100,25 @@ def test_two_hundred_random_schemas_are_held(engine):
         assert_valid(engine, schemas, temperature=0.5 + start / 100)
 
 
+def test_form_beyond_the_limits_of_its_compiler_fails_alone(engine):
+    """With an error of its own; the text beside it goes on. The error repeats nothing of the text."""
+    rules = [f"r{at}: A r{at} | A" for at in range(20)]
+    heavy = "\n".join([f"start: {' | '.join(f'r{at}' for at in range(20))}", *rules, 'A: "a"'])
+    (letter,) = engine.decoder.tokenizer("a")["input_ids"]
+    light = SamplingParams(regex="[ab]{150}", max_tokens=MOST, seed=1)
+    expected = engine.generate("write", light)[0].outputs
+    engine.add_request("heavy", "write", SamplingParams(grammar=heavy, max_tokens=MOST, logit_bias={letter: 100}))
+    engine.add_request("light", "write", light)
+    ended: dict[str, Any] = {}
+    while engine.has_unfinished_requests:
+        ended |= {output.request_id: output.outputs for output in engine.step() if output.finished}
+    assert ended["light"] == expected
+    assert ended["heavy"][0].finish_reason == "error"
+    assert 50 < len(ended["heavy"][0].token_ids) < MOST
+    with pytest.raises(InvalidInput, match=r"^grammar: .*items.*, expected a form that takes less memory and time$"):
+        engine.generate("write", SamplingParams(grammar=heavy, max_tokens=MOST, logit_bias={letter: 100}))
+
+
 def test_without_the_masks_the_text_is_no_json(engine):
     """The same model and seeds write something else, so the test above can fail."""
     output = engine.generate("write 0", SamplingParams(max_tokens=60, seed=0))[0].outputs[0]
