@@ -345,4 +345,4 @@ HOSTILE: Final[dict[str, Hostile]] = {
         "with aliases",
     ),
 }
-"""Twenty-six and more: each must be refused before it is loaded."""
+"""Twenty-five and more: each must be refused before it is loaded."""

@@ -42,7 +42,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str
 
 
 def test_there_are_enough_of_them():
-    """Twenty-six at least, some for each format."""
+    """Twenty-five at least, some for each format."""
     assert len(HOSTILE) >= 25
     assert {hostile.format for hostile in HOSTILE.values()} == set(FORMATS)
 

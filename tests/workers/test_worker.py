@@ -201,5 +201,5 @@ def test_the_table_of_threads_names_every_thread_and_its_module():
     text = worker_module.__doc__ or ""
     rows = re.findall(r"^    (\S+) +(\S+\.py) ", text, re.MULTILINE)
     assert set(rows) == started_threads()
-    assert len(rows) == 25
+    assert len(rows) == 26
     assert "Twenty-six kinds of threads run" in text
