@@ -4,53 +4,56 @@
 
 In reading order:
 
-config           what an engine can be told
-engine           add, step, abort; generate and stream above them
-scheduler        requests -> what one step computes; pure
-request_queue    waiting requests by priority, age and arrival; pure
-pages            pages in use, free and idle; pure
-prefix_cache     pages by the tokens before and in them; pure
-forward_attempts the forwards of a step, smaller ones where one fails
-page_tables      pages that a group of rows reads; pure
-batch            a step's plan -> flat tensors
-model            a folder -> a decoder
-layer_rules      which keys a layer's queries see
-probe            a decoder is served right, or refused
-attention        the function that the models call
-paged_kernel     attention of decoding rows, in triton
-attention_choice the kernel, or gathered pages
-forwards         chunks of a step -> logits
-decode_graphs    steps in which every row decodes, as CUDA graphs
-pool_size        pages of the pool, by megabytes or a share of a GPU
-flat_positions   positions for models that ask their cache
-load_records     what earlier loads have measured and proven
-packing          linear layers with packed weights, where they are faster
-request          one text: its sequence, how its tokens are chosen, its end
-text_group       the texts of one request -> its output
-token_rules      parameters -> tokens that may come
-structure        the form of a text -> tokens that may come next
-token_history    tokens counted for penalties
-sampling_row     how one token is chosen
-logit_changes    penalties, biases, forbidden tokens
-sampler, noise   logits -> tokens
-speculation      the text so far -> guesses of the next tokens
-verification     logits of a step -> tokens of each request, with guesses that were right
-text             tokens -> text as it grows
-chat             messages -> prompt; output -> messages
-prompts          a prompt -> its tokens
-tool_calls       text -> the tools that it calls
-outputs          what the caller gets
-backend          the seam between a job and what writes its text
-predicted_wait   what is ahead of a text -> seconds until it has a seat; pure
-engine_counts    what an engine counts from step to step
-engine_times     times and lengths of late, for reports
-runner           the backend that owns an engine
-server_backend   the backend whose texts another server writes
-server_request   a wish -> the request to that server
-server_address   its URL -> a connection
-server_call      one connection to it: request -> events
-server_text      events -> outputs
-served           the runtime of format `generate`: jobs -> a backend
+config            what an engine can be told
+engine            add, step, abort; generate and stream above them
+steps             a plan -> computed, or launched while the step before it is not read
+launched_step     a step whose tokens lie on the device
+scheduler         requests -> what one step computes; pure
+request_queue     waiting requests by priority, age and arrival; pure
+pages             pages in use, free and idle; pure
+prefix_cache      pages by the tokens before and in them; pure
+forward_attempts  the forwards of a step, smaller ones where one fails
+page_tables       pages that a group of rows reads; pure
+batch             a step's plan -> flat tensors
+model             a folder -> a decoder
+layer_rules       which keys a layer's queries see
+probe             a decoder is served right, or refused
+attention         the function that the models call
+paged_kernel      attention of decoding rows, in triton
+attention_choice  the kernel, or gathered pages
+forwards          chunks of a step -> logits
+decode_graphs     steps in which every row decodes, as CUDA graphs
+compiled_decoding the model in these graphs, compiled
+pool_size         pages of the pool, by megabytes or a share of a GPU
+flat_positions    positions for models that ask their cache
+load_records      what earlier loads have measured and proven
+packing           linear layers with packed weights, where they are faster
+request           one text: its sequence, how its tokens are chosen, its end
+text_group        the texts of one request -> its output
+token_rules       parameters -> tokens that may come
+structure         the form of a text -> tokens that may come next
+token_history     tokens counted for penalties
+sampling_row      how one token is chosen
+logit_changes     penalties, biases, forbidden tokens
+sampler, noise    logits -> tokens
+speculation       the text so far -> guesses of the next tokens
+verification      logits of a step -> tokens of each request, with guesses that were right
+text              tokens -> text as it grows
+chat              messages -> prompt; output -> messages
+prompts           a prompt -> its tokens
+tool_calls        text -> the tools that it calls
+outputs           what the caller gets
+backend           the seam between a job and what writes its text
+predicted_wait    what is ahead of a text -> seconds until it has a seat; pure
+engine_counts     what an engine counts from step to step
+engine_times      times and lengths of late, for reports
+runner            the backend that owns an engine
+server_backend    the backend whose texts another server writes
+server_request    a wish -> the request to that server
+server_address    its URL -> a connection
+server_call       one connection to it: request -> events
+server_text       events -> outputs
+served            the runtime of format `generate`: jobs -> a backend
 
 The names are loaded at first use, because the engine imports torch.
 """

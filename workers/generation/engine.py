@@ -16,7 +16,6 @@ Importing this module imports torch and transformers.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 import time
@@ -36,9 +35,7 @@ from penstock.workers.generation.backend import Delivered
 from penstock.workers.generation.chat import ChatPrompt, chat_output, parser_of
 from penstock.workers.generation.config import Config
 from penstock.workers.generation.engine_counts import EngineCounts
-from penstock.workers.generation.forward_attempts import Attempted, ForwardAttempts
 from penstock.workers.generation.forwards import Forwards
-from penstock.workers.generation.launched_step import LaunchedStep
 from penstock.workers.generation.load_records import LoadRecords
 from penstock.workers.generation.model import Decoder, load_decoder, wrap_decoder
 from penstock.workers.generation.outputs import ChatOutput, EngineStats, FinishReason, RequestOutput
@@ -49,25 +46,18 @@ from penstock.workers.generation.prefix_cache import PrefixCache
 from penstock.workers.generation.probe import probe
 from penstock.workers.generation.prompts import Prompt, PromptReader
 from penstock.workers.generation.request import GenerationRequest
-from penstock.workers.generation.sampler import Sampled, is_free_of_host, sample_on_device
-from penstock.workers.generation.scheduler import Chunk, Scheduler, StepPlan
+from penstock.workers.generation.sampler import Sampled, is_free_of_host
+from penstock.workers.generation.scheduler import Chunk, Scheduler
 from penstock.workers.generation.scheduler import Sequence as Scheduled
+from penstock.workers.generation.steps import Steps
 from penstock.workers.generation.structure import StructureCompiler
 from penstock.workers.generation.text import TextStream
 from penstock.workers.generation.text_group import add_siblings, has_news, is_finished, members, output
 from penstock.workers.generation.token_rules import token_rules
-from penstock.workers.generation.verification import sampled_tokens
-from penstock.workers.runtime.base import DeviceLost
 from penstock.workers.runtime.prepacked import PackedFailure
 from penstock.workers.runtime.torch_device import TorchDevice
 
 __all__ = ["Engine"]
-
-logger = logging.getLogger("penstock.runtime")
-step_logger = logging.getLogger("penstock.runtime.steps")
-
-_MOST_GUESSING: Final = 2
-"""Running requests beside which guesses pay on a CPU."""
 
 
 class Engine:
@@ -105,16 +95,19 @@ class Engine:
         """Those of them that have a time to end."""
         self._stepped: dict[str, GenerationRequest] = {}
         """Requests whose outputs `step` returns: those of `add_request`."""
-        self._launched: LaunchedStep | None = None
-        """The step whose tokens were not read yet."""
-        self._is_async: Final = (
-            decoder.device.is_cuda if config.async_scheduling == "auto" else (config.async_scheduling == "on")
-        )
-        self._attempts: Final = ForwardAttempts(self._forward, config.scheduler.max_num_batched_tokens)
         self._lock: Final = threading.RLock()
         self._serials: Final = count()
         self._counts: Final = EngineCounts()
-        self._preemptions_logged = 0
+        self._steps: Final = Steps(
+            config,
+            self.forwards,
+            self.scheduler,
+            self.packing,
+            self._counts,
+            self._requests,
+            settle=self._settle,
+            fail=self._fail,
+        )
 
     @classmethod
     def from_pretrained(cls, path: str | Path, config: Config | None = None, **options: Any) -> Engine:
@@ -295,119 +288,6 @@ class Engine:
                 draft_tokens_accepted=self._counts.drafts_accepted,
             )
 
-    # One step
-
-    def _advance(self) -> None:
-        """ends by time -> plan -> this step launched -> the launched one before it read -> its ends, or
-
-        ends by time -> plan -> the launched step read -> one more layer packed -> forwards -> record -> ends.
-        """
-        with self._lock:
-            self._end_late()
-            launched, self._launched = self._launched, None
-            plan = self.scheduler.plan({} if launched else self._guesses())
-            if dirty := self.scheduler.take_unverified_pages():
-                self.forwards.clear(dirty)
-            if self._can_launch(plan, launched):
-                self._launched = self._launch(plan.chunks, launched)
-            chunks = plan.chunks
-            if launched is not None:
-                self._read(launched)
-                # Some of the requests may have ended with the tokens that were read.
-                chunks = tuple(chunk for chunk in chunks if self._is_open(chunk))
-            if chunks and self._launched is None:
-                self._compute(chunks)
-
-    def _compute(self, chunks: Sequence[Chunk]) -> None:
-        self.packing.pack_next()
-        try:
-            attempted = self._attempts.run(chunks)
-        except BaseException:
-            self.scheduler.disturb(chunks)
-            raise
-        self._record(attempted)
-        for chunk, error in attempted.failed:
-            self.scheduler.disturb([chunk])
-            self._fail(chunk, error)
-        self._log_step(attempted.computed, len(attempted.failed))
-
-    # A step that is launched before the tokens of the last one are read
-
-    def _can_launch(self, plan: StepPlan, launched: LaunchedStep | None) -> bool:
-        """Whether each row decodes one token, and needs nothing from the host but its place.
-
-        A few rows are guessed instead, which needs their tokens. A request that lost its pages, and is in the plan
-        again, waits until its last token is read.
-        """
-        if not self._is_async or not plan.chunks or self._attempts.is_limited:
-            return False
-        if self.config.scheduler.num_speculative_tokens and len(self.scheduler.running) <= _MOST_GUESSING:
-            return False
-        ahead = 0 if launched is None else 1
-        return all(
-            chunk.num_tokens == 1
-            and chunk.start >= chunk.sequence.num_prompt
-            and chunk.samples
-            and chunk.sequence.num_ahead == ahead
-            and self._requests[chunk.sequence.request_id].is_free_of_host
-            for chunk in plan.chunks
-        )
-
-    def _launch(self, chunks: Sequence[Chunk], launched: LaunchedStep | None) -> LaunchedStep | None:
-        """None where it fails: the step is computed chunk by chunk then, by which the chunk at fault is found."""
-        try:
-            with self.decoder.device.inference():
-                logits, sampling = self.forwards.logits(chunks, launched)
-                requests = [self._requests[chunk.sequence.request_id] for chunk in sampling]
-                rows = []
-                if not all(request.params.is_greedy for request in requests):
-                    rows = [request.sampling_row(request.sequence.num_ahead) for request in requests]
-                sampled = sample_on_device(logits, rows)
-                step = LaunchedStep(sampling, sampled, self.decoder.device)
-        except DeviceLost:
-            raise
-        except Exception:  # a model may raise anything
-            logger.warning("a step could not be launched and is computed in parts", exc_info=True)
-            self.scheduler.disturb(chunks)
-            return None
-        self.scheduler.launch(sampling)
-        return step
-
-    def _read(self, launched: LaunchedStep) -> None:
-        """The tokens of a launched step. Requests that have ended meanwhile have no use for theirs."""
-        with self.decoder.device.inference():
-            tokens, is_finite = launched.read()
-        self._counts.step(launched.chunks, self.pages.num_used)
-        for chunk, token, is_known in zip(launched.chunks, tokens, is_finite, strict=True):
-            if not self._is_open(chunk):
-                continue
-            if is_known:
-                self.scheduler.confirm(chunk, token)
-            try:
-                request = self._requests[chunk.sequence.request_id]
-                self._settle(request, chunk, [Sampled(token if is_known else None)])
-            except Exception as error:  # a tokenizer may raise anything; only this request fails
-                self._fail(chunk, error)
-        self._log_step(launched.chunks)
-
-    def _log_step(self, computed: Sequence[Chunk], num_failed: int = 0) -> None:
-        """A line for a step whose tokens are known, with the preemptions since the last line."""
-        if not step_logger.isEnabledFor(logging.DEBUG):
-            return
-        preemptions = self.scheduler.num_preemptions
-        preempted, self._preemptions_logged = preemptions - self._preemptions_logged, preemptions
-        facts = {
-            "step": self._counts.steps,
-            "rows": len(computed),
-            "tokens": sum(chunk.num_tokens for chunk in computed),
-            "failed": num_failed,
-            "preempted": preempted,
-            "running": len(self.scheduler.running),
-            "waiting": len(self.scheduler.waiting),
-            "pages_used": self.pages.num_used,
-        }
-        step_logger.debug("a step of generation", extra=facts)
-
     def _probed(self, records: LoadRecords) -> int:
         page_size, packing = self.config.cache.page_size, self.config.packed_linears
         try:
@@ -416,47 +296,13 @@ class Engine:
             self.packing.give_up(failure)
         return probe(self.decoder, page_size, records, "off")
 
-    def _is_open(self, chunk: Chunk) -> bool:
-        """Whether the request goes on. Another one may have its id by now."""
-        request = self._requests.get(chunk.sequence.request_id)
-        return request is not None and request.sequence is chunk.sequence
+    # One step
 
-    def _forward(self, chunks: Sequence[Chunk]) -> dict[str, list[Sampled]]:
-        try:
-            return self._sampled(chunks)
-        except PackedFailure as failure:
-            self.packing.give_up(failure)
-        return self._sampled(chunks)
-
-    def _sampled(self, chunks: Sequence[Chunk]) -> dict[str, list[Sampled]]:
-        with self.decoder.device.inference():
-            logits, sampling = self.forwards.logits(chunks)
-            return sampled_tokens(logits, sampling, self._requests)
-
-    def _record(self, attempted: Attempted) -> None:
-        found = attempted.found
-        tokens = {name: [one.token for one in each if one.token is not None] for name, each in found.items()}
-        self._counts.step(attempted.computed, self.pages.num_used)
-        self.scheduler.record(
-            attempted.computed,
-            {name: each[-1] for name, each in tokens.items() if each},
-            {name: each[:-1] for name, each in tokens.items()},
-        )
-        for chunk in attempted.computed:
-            name = chunk.sequence.request_id
-            # The texts of one request end together where one of them fails.
-            if name in found and (request := self._requests.get(name)) is not None:
-                try:
-                    self._settle(request, chunk, found[name])
-                except Exception as error:  # a tokenizer may raise anything; only this request fails
-                    self._fail(chunk, error)
-
-    def _guesses(self) -> dict[str, list[int]]:
-        """More rows have enough work for a forward: guesses would take its time from them."""
-        running, most = self.scheduler.running, self.config.scheduler.num_speculative_tokens
-        if not most or len(running) > _MOST_GUESSING:
-            return {}
-        return {each.request_id: self._requests[each.request_id].guess(most) for each in running}
+    def _advance(self) -> None:
+        """ends by time -> step -> ends."""
+        with self._lock:
+            self._end_late()
+            self._steps.advance()
 
     def _settle(self, request: GenerationRequest, chunk: Chunk, sampled: Sequence[Sampled]) -> None:
         for sibling in request.siblings:

@@ -80,7 +80,7 @@ REACHED: dict[str, tuple[Any, Callable[[Engine], Any], Any]] = {
     "attention": ("sdpa", lambda engine: engine.config.attention, "sdpa"),
     "cuda_graphs": (False, lambda engine: engine.config.cuda_graphs, False),
     "compile_decoding": (True, lambda engine: engine.config.compile_decoding, True),
-    "async_scheduling": ("on", lambda engine: engine._is_async, True),
+    "async_scheduling": ("on", lambda engine: engine._steps.is_async, True),
 }
 """Option -> value in model.yaml, where the engine has it, the value there."""
 
