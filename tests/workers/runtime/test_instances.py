@@ -267,7 +267,8 @@ def test_close_ends_every_process_and_every_wait(own: Callable[..., ProcessInsta
     for thread, ends in (hanging, waiting):
         thread.join(60)
         assert [type(end) for end in ends] == [ModelNotReady]
-    assert not is_running(pid)
+    # It was killed; a busy machine may let it go later.
+    wait_until(lambda: not is_running(pid), 60, "it is gone")
 
 
 def test_processes_end_with_their_worker(models_root: Path):
