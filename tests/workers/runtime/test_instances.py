@@ -220,7 +220,7 @@ def test_a_process_that_dies_in_a_forward_loses_it_and_is_replaced(own: Callable
         ask(runtime, "nothing")
     assert len(incidents) == 2
     wait_until(lambda: runtime.counts() == {"instances": 2, "instances_lost": 2}, 60, "both are replaced")
-    assert not any(is_running(pid) for pid in before - pids(runtime))
+    wait_until(lambda: not any(is_running(pid) for pid in before - pids(runtime)), 60, "the others are gone")
 
 
 def test_a_process_that_dies_between_two_forwards_costs_no_job(own: Callable[..., ProcessInstances]):
@@ -240,7 +240,7 @@ def test_an_instance_that_sends_no_message_is_killed(own: Callable[..., ProcessI
     (pid,) = pids(runtime)
     with pytest.raises(InstanceLost, match=r"^an instance was killed: bytes that cannot be read"):
         ask(runtime, "garble")
-    assert not is_running(pid)
+    wait_until(lambda: not is_running(pid), 60, "it is gone")
     assert ask(runtime, "nothing").tolist() == [[0.0] * 4]
 
 
