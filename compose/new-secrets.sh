@@ -18,6 +18,7 @@ chmod 0444 secrets/metrics-token
     echo "REDIS_${role}_PASSWORD=$(random)"
   done
   echo "FLOWER_PASSWORD=$(random)"
+  echo "GRAFANA_PASSWORD=$(random)"
   echo "PENSTOCK_SIGNING_KEYS=main:$(head -c 32 /dev/urandom | base64)"
   echo "PENSTOCK_WEBHOOK_SECRETS=whsec_$(head -c 32 /dev/urandom | base64)"
   echo "PENSTOCK_L2_ENCRYPTION_KEY=$(random)"

@@ -90,8 +90,8 @@ def test_service_is_confined(service: str):
 
 
 def test_nothing_is_published_beyond_loopback():
-    """CX-007: nginx, gateways, Redis and workers are layers of their own. Redis, nginx, Flower and Prometheus listen on
-    the loopback; Prometheus and nginx do not reach Redis."""
+    """CX-007: nginx, gateways, Redis and workers are layers of their own. Redis, nginx, Flower, Prometheus and
+    Grafana listen on the loopback; Prometheus, Grafana and nginx do not reach Redis."""
     published = {name: [_filled(port) for port in facts.get("ports", ())] for name, facts in SERVICES.items()}
     assert published == {
         "redis": ["127.0.0.1:6379:6379"],
@@ -101,9 +101,10 @@ def test_nothing_is_published_beyond_loopback():
         "nginx": ["127.0.0.1:8000:8000", "127.0.0.1:50051:50051"],
         "flower": ["127.0.0.1:5555:5555"],
         "prometheus": ["127.0.0.1:9090:9090"],
+        "grafana": ["127.0.0.1:3000:3000"],
     }
     assert not any("ports" in facts for facts in GPU["services"].values())
-    for service in ("prometheus", "nginx"):
+    for service in ("prometheus", "grafana", "nginx"):
         assert not set(SERVICES["redis"]["networks"]) & set(SERVICES[service]["networks"])
     assert not set(SERVICES["worker"]["networks"]) & set(SERVICES["nginx"]["networks"])
 
@@ -124,8 +125,8 @@ def test_secrets_have_no_default_and_are_in_no_file():
     secret = [variable for variable in _variables() if SECRET.search(variable[0])]
     assert {name for name, _, _ in secret} == {
         *(f"REDIS_{role.upper()}_PASSWORD" for role in ROLES),
-        *("FLOWER_PASSWORD", "PENSTOCK_SIGNING_KEYS", "PENSTOCK_WEBHOOK_SECRETS", "METRICS_TOKEN_FILE"),
-        "PENSTOCK_L2_ENCRYPTION_KEY",
+        *("FLOWER_PASSWORD", "GRAFANA_PASSWORD", "METRICS_TOKEN_FILE"),
+        *("PENSTOCK_SIGNING_KEYS", "PENSTOCK_WEBHOOK_SECRETS", "PENSTOCK_L2_ENCRYPTION_KEY"),
     }
     assert {(mark, text) for _, mark, text in secret} == {(":?", "run sh compose/new-secrets.sh once")}
     assert {name for name, mark, _ in _variables() if mark == ":?"} == {name for name, _, _ in secret}
