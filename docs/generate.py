@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin
@@ -310,8 +309,10 @@ def pages() -> dict[str, str]:
     return {path: make() for path, make in _PAGES.items()}
 
 
+@click.command(epilog="Example:\n\n  python docs/generate.py build/reference\n")
+@click.argument("folder", type=click.Path(file_okay=False))
 def main(folder: str) -> None:
-    """Writes the pages below `folder`."""
+    """Write the reference pages into FOLDER."""
     for path, text in pages().items():
         file = Path(folder) / path
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -319,4 +320,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

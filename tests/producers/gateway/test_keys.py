@@ -423,7 +423,8 @@ def test_refused_requests_leave_no_trace_of_a_job(stack: GatewayStack, keyed: Ke
         assert caller.refused(INFER, infer_request(), metadata=[("x-api-key", text)]) is not None
         assert asyncio.run(shake(text)) == status
     caller.channel.close()
-    assert keys() == before
+    # What earlier tests have left may expire meanwhile.
+    assert not keys() - before
 
 
 # What is counted
