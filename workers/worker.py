@@ -353,6 +353,7 @@ class _DrainReadiness:
 
 def _open_parts(settings: Settings, device: Pin, celery: CeleryParts, closing: ExitStack) -> _Parts:
     verify, metrics = _verifier(settings), InferenceMetrics(settings.inference.metrics_buckets)
+    metrics.ready(False)
     broker = _open_broker(settings, closing)
     log = _open_audit_log(settings, celery.hostname, closing)
     audit_key = key_audit(log)

@@ -208,7 +208,6 @@ class InferenceMetrics(Collector):
         self._values: Final[dict[str, dict[Labels, float]]] = {
             metric.name: {} for metric in table.METRICS if metric.kind != "histogram"
         }
-        self._values[table.READY.name][()] = 0.0
 
     def batch(self, stats: BatchStats) -> None:
         """Report one committed batch."""
@@ -418,7 +417,7 @@ class InferenceMetrics(Collector):
         self._set(table.TRAFFIC_SHARE, (model, version, ""), share)
 
     def ready(self, is_ready: bool) -> None:
-        """Set whether the worker takes jobs."""
+        """Set whether the worker takes jobs. A process that never does says nothing of it."""
         self._set(table.READY, (), float(is_ready))
 
     def queue(self, model: str, priority: str, depth: int, oldest_s: float) -> None:
@@ -444,7 +443,7 @@ class InferenceMetrics(Collector):
             self._fold()
             by_model = groupby(sorted(self._series), key=lambda labels: labels[0])
             models = {model: self._model_snapshot(model, labels) for model, labels in by_model}
-            return {"ready": bool(self._values[table.READY.name][()]), "models": models}
+            return {"ready": bool(self._values[table.READY.name].get((), 0.0)), "models": models}
 
     def _add(self, metric: Metric, labels: Labels, count: float) -> None:
         with self._lock:

@@ -111,6 +111,7 @@ def test_parser_sees_the_whole_table(metrics: InferenceMetrics):
     metrics.exception("mlp", "ValueError")
     metrics.outcome("mlp", "1", "queue", "completed", 2)
     metrics.loaded("mlp", "1", True)
+    metrics.ready(True)
     metrics.queue("mlp", "high", 7, 1.5)
     metrics.level("mlp", "1", "queue", 2)
     metrics.gate("mlp", "1", "queue", "accepted")
@@ -267,7 +268,9 @@ def test_exceptions_are_counted_by_class(metrics: InferenceMetrics):
 
 
 def test_ready_and_loaded_rise_and_fall(metrics: InferenceMetrics):
-    """READY is 0 before the start, 1 while ready, 0 while draining; an unloaded version shows 0."""
+    """READY is 1 while ready, 0 while draining; an unloaded version shows 0. A process that is no worker has none."""
+    assert not page(metrics)["READY"].samples
+    metrics.ready(False)
     assert sample(metrics, "READY") == 0
     metrics.ready(True)
     metrics.loaded("mlp", "1", True)
