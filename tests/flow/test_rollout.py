@@ -257,7 +257,8 @@ def test_open_breaker_takes_the_jobs_from_a_candidate_without_a_driver(site: Sit
             jobs = client.submit_many(REMOTE, inputs)
             return {str(int(job.result(30)["y"][0, 0])) for job in jobs}
 
-        assert answers() == {stable, candidate}
+        # Before its first reading, the worker may still have the open breaker of the last experiment.
+        wait_until(lambda: answers() == {stable, candidate}, 30, "both arms have jobs")
         try:
             breakers.force_open_breaker(name, "the canary says FAIL: y", new_breaker_id(), BreakerLimits())
             wait_until(lambda: answers() == {stable}, 30, "the worker has read the breaker")
