@@ -37,8 +37,10 @@ __all__ = ["Mirror", "NullMirror", "ShadowMirror"]
 _MOST_WAITING_BYTES: Final = 32 * 1024 * 1024
 _JOB_BYTES: Final = 1024
 """The memory of a job that waits, besides its inputs and outputs."""
-_LINGER_S: Final = 0.5
+_LINGER_S: Final = 0.25
 """Pairs of so long share a call: a wake-up for each batch would cost more than the pairs."""
+_TURN_PAIRS: Final = 16
+"""Pairs that are sealed in a row: some hundred would keep the interpreter's lock from the drain for milliseconds."""
 _FULL_S: Final = 1.0
 """After a full queue has refused a pair, none is offered for so long: to seal pairs costs more than to drop them."""
 _CALL_PAIRS: Final = 128
@@ -300,6 +302,8 @@ class ShadowMirror:
         for answered in taken:
             order, version = answered.order, answered.run.version.label
             for job, answer in answered.jobs:
+                if len(sealed) % _TURN_PAIRS == _TURN_PAIRS - 1:
+                    time.sleep(0)
                 pair = self._pair_of(answered, job, answer)
                 if pair is None or len(pair) > MAX_PAIR_BYTES:
                     with self._lock:
