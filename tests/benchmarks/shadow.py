@@ -235,7 +235,8 @@ class _Stage:
         end.start(order, order.seal())
         self._await_log("answered jobs are mirrored")
         if self._shadow is not None:
-            wait_until(lambda: self._loads() > loads, 60, "the candidate is loaded")
+            # A candidate that has crashed often is loaded after a pause.
+            wait_until(lambda: self._loads() > loads, 300, "the candidate is loaded")
         return order
 
     def _loads(self) -> int:
