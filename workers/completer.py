@@ -243,13 +243,13 @@ class Completer:
             if job.header.options.retry is not None and (pause_s := self._pause_s(outcome)) is not None:
                 retries += self._try_again(outcome, pause_s)
                 continue
-            followers = self._flights.end(job) if job.digest else []
+            followers = self._flights.end(job) if job.fingerprint else []
             if job.is_lost:
                 self._forget(outcome)
             else:
                 sealed = self._sealed(outcome)
                 self._uncommitted.append(sealed)
-                if job.digest:
+                if job.fingerprint:
                     outcome = sealed[0]
                     self._answers.keep(outcome, self._models[job.delivery.slot].answering(outcome.version))
             if not followers:
@@ -298,7 +298,10 @@ class Completer:
         """Cache the answers of sealed runs. Call it before the next jobs are looked up, or equal ones run again."""
         while self._unkept:
             run, results = self._unkept.popleft()
-            self._answers.keep_all(results.answers(run), run)
+            if (alike := results.answers_alike(run)) is not None:
+                self._answers.keep_alike(run.jobs, alike, run)
+            else:
+                self._answers.keep_all(results.answers(run), run)
 
     def _follow(self, outcome: JobOutcome, followers: Sequence[Waiting]) -> None:
         """Followers of a large result wait for their turns: each has a copy of it."""
@@ -341,7 +344,8 @@ class Completer:
         self._metrics.retried(version.name, version.label, job.route)
         followers = _rejoining(self._flights.end(job))
         # Its answer is that of another version: no equal job shares it, and no other result looks like it.
-        job.fell_back, job.digest, job.shared = fell_back, b"", None
+        job.fell_back, job.shared = fell_back, None
+        job.share_nothing()
         return [*followers, FallBack(job, version, outcome)]
 
     def _try_again(self, outcome: JobOutcome, pause_s: float) -> list[NextTry | Rejoin | FallBack]:
@@ -474,7 +478,7 @@ def _totals_s(jobs: Iterable[ClaimedJob], now: float) -> list[float]:
 def _part(followers: Sequence[Waiting]) -> None:
     """Let each of them have a forward of its own: they would fail one after the other behind a new leader."""
     for job, _ in followers:
-        job.digest = b""
+        job.share_nothing()
 
 
 def _rejoining(followers: Sequence[Waiting]) -> list[NextTry | Rejoin | FallBack]:

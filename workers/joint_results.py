@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
+from itertools import repeat
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -42,6 +43,18 @@ class JointResults(NamedTuple):
     contents: dict[int, tuple[Tensor, ...]]
     """The descriptions of the outputs, by the rows of a job."""
 
+    def answers_alike(self, run: BatchRun) -> list[EncodedOutputs] | None:
+        """The answers that may be cached, one for each job of the batch; None: they differ in size, or a job has no key.
+
+        Made as `answers` are, at a third of the cost.
+        """
+        if len(self.contents) != 1 or not all([job.fingerprint for job in run.jobs]):
+            return None
+        (content,) = self.contents.values()
+        same = map(repeat, (content, run.model.content_hash, run.generation))
+        contents, content_hashes, generations = same
+        return [*map(EncodedOutputs, contents, map(bytes, self.bodies), content_hashes, generations)]
+
     def answers(self, run: BatchRun) -> list[tuple[ClaimedJob, EncodedOutputs]]:
         """The answers that may be cached. They are made when no job waits for them; see Completer.keep_answers."""
         content_hash, generation, contents = run.model.content_hash, run.generation, self.contents
@@ -49,7 +62,7 @@ class JointResults(NamedTuple):
         return [
             (job, EncodedOutputs(contents[job.rows], bytes(body), content_hash, generation))
             for job, body in zip(run.jobs, self.bodies, strict=True)
-            if job.digest
+            if job.fingerprint
         ]
 
 

@@ -540,12 +540,17 @@ class StaleVersion(SteppedDrain):
         super()._admit([structs.replace(each, active=models[each.slot].record) for each in deliveries])
 
 
+def _identify(job: ClaimedJob, digest: bytes) -> None:
+    """All jobs with this digest count as equal."""
+    job.digest, job.fingerprint = digest, hash(digest)
+
+
 class VersionsShareAFlight(SteppedRouter):
     """Equal jobs join each other, whichever version answers them."""
 
     def _join(self, jobs: list[ClaimedJob], version: ServedVersion) -> tuple[list[ClaimedJob], list[ClaimedJob]]:
         for job in jobs:
-            job.digest = key_of(job.header, job.body, "", tenant=job.header.tenant)
+            _identify(job, key_of(job.header, job.body, "", tenant=job.header.tenant))
         return super()._join(jobs, version)
 
 
@@ -565,7 +570,7 @@ class VersionsShareAnswers(AnswerCache):
 
     def find_all(self, jobs: Sequence[ClaimedJob], version: ServedVersion) -> list[EncodedOutputs | None]:
         for job in jobs:
-            job.digest = key_of(job.header, job.body, "", tenant=job.header.tenant)
+            _identify(job, key_of(job.header, job.body, "", tenant=job.header.tenant))
         return self.memory.get_all([job.digest for job in jobs])
 
 
@@ -574,7 +579,7 @@ class CachedAnswersSwapped(AnswerCache):
 
     def find_all(self, jobs: Sequence[ClaimedJob], version: ServedVersion) -> list[EncodedOutputs | None]:
         for job in jobs:
-            job.digest = f"{job.header.tenant} {version.name} {version.label}".encode()
+            _identify(job, f"{job.header.tenant} {version.name} {version.label}".encode())
         return super().find_all(jobs, version)
 
 

@@ -6,7 +6,8 @@ import heapq
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from typing import Final
 
 from msgspec import structs
@@ -25,6 +26,8 @@ _FEW: Final = 64
 class L1Cache:
     """Answers by their key; see key_of. For any thread.
 
+    An answer may be put with the fingerprint of its job; see `known`.
+
     max_entries, max_bytes: beyond these, expired entries leave first, then the least recently used ones. An answer
     larger than an eighth of max_bytes is not cached. clock: monotonic seconds.
 
@@ -39,8 +42,10 @@ class L1Cache:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._clock = clock
-        self._entries: OrderedDict[bytes, tuple[EncodedOutputs, float, int]] = OrderedDict()
-        """By key: the answer, the time at which it expires, and its memory in bytes."""
+        self._entries: OrderedDict[bytes, tuple[EncodedOutputs, float, int, int]] = OrderedDict()
+        """By key: the answer, the time at which it expires, its memory in bytes, and its fingerprint."""
+        self._fingerprints: set[int] = set()
+        """Those of all entries, and of some that have left."""
         self._ends: list[tuple[float, int, list[bytes]]] = []
         """A heap of the times at which the entries of one call expire. Entries may have left, or been replaced."""
         self._calls = 0
@@ -58,40 +63,51 @@ class L1Cache:
         """The memory of all entries, in bytes."""
         return self._nbytes
 
+    def known(self, fingerprints: Sequence[int]) -> set[int]:
+        """Those of these fingerprints with which answers were put that may still be here: a job with another one has no
+        answer here, and needs no key."""
+        return self._fingerprints.intersection(fingerprints)
+
     def get(self, key: bytes) -> EncodedOutputs | None:
         """The answer under `key`, if it has not expired."""
         return self.get_all([key])[0]
 
-    def get_all(self, keys: Iterable[bytes]) -> list[EncodedOutputs | None]:
+    def get_all(self, keys: Sequence[bytes]) -> list[EncodedOutputs | None]:
         """The answers under these keys, in order; None for what is not here, or has expired."""
         found: list[EncodedOutputs | None] = []
         with self._lock:
-            now, entry_of, use = self._clock(), self._entries.get, self._entries.move_to_end
-            for key in keys:
-                entry = entry_of(key)
+            entries = [*map(self._entries.get, keys)]
+            if not any(entries):
+                # Of distinct jobs this is nearly every call.
+                return [None] * len(entries)
+            now, use = self._clock(), self._entries.move_to_end
+            for key, entry in zip(keys, entries, strict=True):
                 if entry is None:
                     found.append(None)
                 elif now >= entry[1]:
-                    self._remove(key)
                     found.append(None)
+                    # The key may be asked for twice.
+                    if key in self._entries:
+                        self._remove(key)
                 else:
                     use(key)
                     found.append(entry[0])
         return found
 
-    def put(self, key: bytes, answer: EncodedOutputs, ttl_s: float) -> None:
-        """Cache an answer for `ttl_s` seconds; it replaces an earlier answer under `key`."""
-        self.put_all([(key, answer)], ttl_s)
+    def put(self, key: bytes, answer: EncodedOutputs, ttl_s: float, fingerprint: int = 0) -> None:
+        """Cache an answer for `ttl_s` seconds; it replaces an earlier answer under `key`. fingerprint: see `known`."""
+        self.put_all([(key, answer)], ttl_s, [fingerprint])
 
-    def put_all(self, answers: Iterable[tuple[bytes, EncodedOutputs]], ttl_s: float) -> None:
+    def put_all(
+        self, answers: Iterable[tuple[bytes, EncodedOutputs]], ttl_s: float, fingerprints: Iterable[int] = repeat(0)
+    ) -> None:
         """Cache answers under their keys for `ttl_s` seconds, one after another; see `put`."""
         with self._lock:
             now, entries = self._clock(), self._entries
             self._expire(now)
             end, most = now + ttl_s, self._max_bytes // 8
-            max_entries, max_bytes = self._max_entries, self._max_bytes
             kept: list[bytes] = []
-            for key, answer in answers:
+            for (key, answer), fingerprint in zip(answers, fingerprints, strict=False):
                 if key in entries:
                     self._remove(key)
                 body = answer.body
@@ -101,17 +117,42 @@ class L1Cache:
                 if type(body) is not bytes:
                     # A view would keep the outputs of the whole batch in memory.
                     answer = structs.replace(answer, body=bytes(body))
-                entries[key] = answer, end, size
+                entries[key] = answer, end, size, fingerprint
+                self._fingerprints.add(fingerprint)
                 self._nbytes += size
                 kept.append(key)
-                while self._nbytes > max_bytes or len(entries) > max_entries:
-                    # The least recently used entry.
-                    self._nbytes -= entries.popitem(last=False)[1][2]
-                    self.evicted += 1
-            if kept:
-                self._await_end(end, kept)
-            if self._awaited > 2 * len(entries) + _FEW:
-                self._forget_removed()
+                self._evict()
+            self._note_end(end, kept)
+
+    def put_alike(
+        self, keys: list[bytes], answers: Sequence[EncodedOutputs], ttl_s: float, fingerprints: Sequence[int]
+    ) -> None:
+        """As `put_all`, for answers of one size whose bodies are bytes: those of one batch."""
+        with self._lock:
+            entries, size = self._entries, _size_of(answers[0])
+            is_new = len({*keys}) == len(keys) and entries.keys().isdisjoint(keys)
+            if is_new and size <= self._max_bytes // 8:
+                now = self._clock()
+                self._expire(now)
+                end = now + ttl_s
+                entries.update(
+                    zip(keys, zip(answers, repeat(end), repeat(size), fingerprints, strict=False), strict=True)
+                )
+                self._fingerprints.update(fingerprints)
+                self._nbytes += size * len(keys)
+                self._evict()
+                self._note_end(end, keys)
+                return
+        self.put_all(zip(keys, answers, strict=True), ttl_s, fingerprints)
+
+    def _evict(self) -> None:
+        """The least recently used entries leave until the others fit."""
+        entries, max_entries, max_bytes = self._entries, self._max_entries, self._max_bytes
+        leave, nbytes, before = entries.popitem, self._nbytes, len(entries)
+        while nbytes > max_bytes or len(entries) > max_entries:
+            nbytes -= leave(False)[1][2]  # noqa: FBT003 - a name would cost as much as the rest
+        self._nbytes = nbytes
+        self.evicted += before - len(entries)
 
     def expire(self) -> None:
         """Remove expired entries, also those that no job asks for."""
@@ -121,7 +162,7 @@ class L1Cache:
     def forget(self, content_hash: str) -> int:
         """Remove every answer of this content; returns their number."""
         with self._lock:
-            old = [key for key, (answer, _, _) in self._entries.items() if answer.content_hash == content_hash]
+            old = [key for key, (answer, *_) in self._entries.items() if answer.content_hash == content_hash]
             for key in old:
                 self._remove(key)
         return len(old)
@@ -132,8 +173,22 @@ class L1Cache:
             count = len(self._entries)
             self._entries.clear()
             self._ends.clear()
+            self._fingerprints = set()
             self._awaited = self._nbytes = 0
         return count
+
+    def _note_end(self, end: float, keys: list[bytes]) -> None:
+        """The entries of one call expire at this time."""
+        if keys:
+            self._await_end(end, keys)
+        ends, here = self._ends, self._entries.keys()
+        # Those that expire first have mostly left first as well.
+        while ends and here.isdisjoint(ends[0][2]):
+            self._awaited -= len(heapq.heappop(ends)[2])
+        if self._awaited > 2 * len(self._entries) + _FEW:
+            self._forget_removed()
+        if len(self._fingerprints) > 2 * len(self._entries) + _FEW:
+            self._fingerprints = {fingerprint for _, _, _, fingerprint in self._entries.values()}
 
     def _await_end(self, end: float, keys: list[bytes]) -> None:
         self._calls += 1
@@ -151,7 +206,7 @@ class L1Cache:
     def _forget_removed(self) -> None:
         """Have the heap hold the entries that are here, and nothing else."""
         by_end: defaultdict[float, list[bytes]] = defaultdict(list)
-        for key, (_, end, _) in self._entries.items():
+        for key, (_, end, _, _) in self._entries.items():
             by_end[end].append(key)
         self._ends, self._awaited = [], 0
         for end, keys in by_end.items():

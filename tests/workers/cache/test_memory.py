@@ -83,6 +83,17 @@ def test_removed_and_replaced_entries_do_not_fill_the_heap():
     assert len(cache._ends) < 200
 
 
+def test_fingerprints_of_entries_that_have_left_are_forgotten():
+    """They would otherwise fill the memory, and have the key made of every job that has one of them."""
+    cache = L1Cache(10, _ROOM)
+    for number in range(1, 10_001):
+        cache.put(str(number).encode(), _answer(), 86_400, number)
+    assert {*range(9_991, 10_001)} <= cache.known(range(10_001))
+    assert len(cache.known(range(10_001))) < 200
+    cache.clear()
+    assert not cache.known(range(10_001))
+
+
 def test_bytes_are_bounded():
     """Large answers leave before the number of entries is reached; an answer beyond its share is not cached."""
     cache = L1Cache(1000, 100_000)
@@ -140,7 +151,9 @@ def test_it_behaves_like_a_plain_dictionary(steps: list[tuple[str, int, int]], c
 
 
 _Call = st.tuples(
-    st.sampled_from(["get", "put", "wait"]), st.lists(st.integers(0, 6), min_size=1, max_size=8), st.integers(1, 8)
+    st.sampled_from(["get", "put", "put alike", "wait"]),
+    st.lists(st.integers(0, 6), min_size=1, max_size=8),
+    st.integers(1, 8),
 )
 
 
@@ -153,15 +166,20 @@ def test_many_keys_at_once_are_as_one_after_another(calls: list[tuple[str, list[
         keys = [bytes([number]) for number in numbers]
         if call == "wait":
             clock.now += seconds
-        elif call == "put":
-            answers = [(key, _answer(key * seconds)) for key in keys]
-            together.put_all(answers, seconds)
-            for key, answer in answers:
-                singly.put(key, answer, seconds)
+        elif call != "get":
+            answers, fingerprints = [_answer(key * seconds) for key in keys], [number + 1 for number in numbers]
+            if call == "put":
+                together.put_all(zip(keys, answers, strict=True), seconds, fingerprints)
+            else:
+                together.put_alike(keys, answers, seconds, fingerprints)
+            for key, answer, fingerprint in zip(keys, answers, fingerprints, strict=True):
+                singly.put(key, answer, seconds, fingerprint)
         else:
             assert together.get_all(keys) == [singly.get(key) for key in keys]
         assert list(together._entries.items()) == list(singly._entries.items())
         assert (together.nbytes, together.evicted) == (singly.nbytes, singly.evicted)
+        for cache in (together, singly):
+            assert cache.known(range(1, 8)) >= {key[0] + 1 for key in cache._entries}
 
 
 @pytest.mark.parametrize("steps", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])
