@@ -44,16 +44,14 @@ class JointResults(NamedTuple):
     """The descriptions of the outputs, by the rows of a job."""
 
     def answers_alike(self, run: BatchRun) -> list[EncodedOutputs] | None:
-        """The answers that may be cached, one for each job of the batch; None: they differ in size, or a job has no key.
-
-        Made as `answers` are, at a third of the cost.
+        """As `answers`, one for each job of the batch, at a third of the cost; None: they differ in size, or may not
+        all be cached.
         """
         if len(self.contents) != 1 or not all([job.fingerprint for job in run.jobs]):
             return None
         (content,) = self.contents.values()
-        same = map(repeat, (content, run.model.content_hash, run.generation))
-        contents, content_hashes, generations = same
-        return [*map(EncodedOutputs, contents, map(bytes, self.bodies), content_hashes, generations)]
+        content_hash, generation = repeat(run.model.content_hash), repeat(run.generation)
+        return [*map(EncodedOutputs, repeat(content), map(bytes, self.bodies), content_hash, generation)]
 
     def answers(self, run: BatchRun) -> list[tuple[ClaimedJob, EncodedOutputs]]:
         """The answers that may be cached. They are made when no job waits for them; see Completer.keep_answers."""

@@ -135,9 +135,8 @@ class L1Cache:
                 now = self._clock()
                 self._expire(now)
                 end = now + ttl_s
-                entries.update(
-                    zip(keys, zip(answers, repeat(end), repeat(size), fingerprints, strict=False), strict=True)
-                )
+                new = zip(answers, repeat(end), repeat(size), fingerprints, strict=False)
+                entries.update(zip(keys, new, strict=True))
                 self._fingerprints.update(fingerprints)
                 self._nbytes += size * len(keys)
                 self._evict()
@@ -150,7 +149,7 @@ class L1Cache:
         entries, max_entries, max_bytes = self._entries, self._max_entries, self._max_bytes
         leave, nbytes, before = entries.popitem, self._nbytes, len(entries)
         while nbytes > max_bytes or len(entries) > max_entries:
-            nbytes -= leave(False)[1][2]  # noqa: FBT003 - a name would cost as much as the rest
+            nbytes -= leave(False)[1][2]
         self._nbytes = nbytes
         self.evicted += before - len(entries)
 
