@@ -293,7 +293,7 @@ class JobRouter:
         return _forward_of(job, version)
 
     def rejoin(self, follower: ClaimedJob, version: ServedVersion) -> Route:
-        """The way of a job whose leader ended without an answer for it. With a fingerprint it may follow another one."""
+        """The way of a job whose leader ended without an answer for it. It may follow another one."""
         if self.has_left(follower, version):
             return Aside.UNPLACED
         if follower.fingerprint and self._join([follower], version)[1]:
