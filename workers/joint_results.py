@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
-from itertools import repeat
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -50,8 +49,8 @@ class JointResults(NamedTuple):
         if len(self.contents) != 1 or not all([job.fingerprint for job in run.jobs]):
             return None
         (content,) = self.contents.values()
-        content_hash, generation = repeat(run.model.content_hash), repeat(run.generation)
-        return [*map(EncodedOutputs, repeat(content), map(bytes, self.bodies), content_hash, generation)]
+        content_hash, generation = run.model.content_hash, run.generation
+        return [EncodedOutputs(content, bytes(body), content_hash, generation) for body in self.bodies]
 
     def answers(self, run: BatchRun) -> list[tuple[ClaimedJob, EncodedOutputs]]:
         """The answers that may be cached. They are made when no job waits for them; see Completer.keep_answers."""
