@@ -243,13 +243,13 @@ class Completer:
             if job.header.options.retry is not None and (pause_s := self._pause_s(outcome)) is not None:
                 retries += self._try_again(outcome, pause_s)
                 continue
-            followers = self._flights.end(job) if job.fingerprint else []
+            followers = self._flights.end(job) if job.digest else []
             if job.is_lost:
                 self._forget(outcome)
             else:
                 sealed = self._sealed(outcome)
                 self._uncommitted.append(sealed)
-                if job.fingerprint:
+                if job.digest:
                     outcome = sealed[0]
                     self._answers.keep(outcome, self._models[job.delivery.slot].answering(outcome.version))
             if not followers:
@@ -344,8 +344,7 @@ class Completer:
         self._metrics.retried(version.name, version.label, job.route)
         followers = _rejoining(self._flights.end(job))
         # Its answer is that of another version: no equal job shares it, and no other result looks like it.
-        job.fell_back, job.shared = fell_back, None
-        job.share_nothing()
+        job.fell_back, job.digest, job.shared = fell_back, b"", None
         return [*followers, FallBack(job, version, outcome)]
 
     def _try_again(self, outcome: JobOutcome, pause_s: float) -> list[NextTry | Rejoin | FallBack]:
@@ -478,7 +477,7 @@ def _totals_s(jobs: Iterable[ClaimedJob], now: float) -> list[float]:
 def _part(followers: Sequence[Waiting]) -> None:
     """Let each of them have a forward of its own: they would fail one after the other behind a new leader."""
     for job, _ in followers:
-        job.share_nothing()
+        job.digest = b""
 
 
 def _rejoining(followers: Sequence[Waiting]) -> list[NextTry | Rejoin | FallBack]:

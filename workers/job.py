@@ -80,12 +80,8 @@ class ClaimedJob(msgspec.Struct, eq=False):
     """What its header shares with those of other jobs; None: nothing is known of that."""
     decoded: dict[str, Array] | None = None
     """Its inputs, once somebody has asked for them."""
-    fingerprint: int = 0
-    """Equal jobs have the same one, and hardly ever two others; see workers/cache/key.py. 0: it shares no answer."""
-    key_begun: Any = None
-    """The state of its digest before the inputs; None without a fingerprint."""
     digest: bytes = b""
-    """Only equal jobs have the same one. Empty until it is needed; see confirm_all."""
+    """Equal jobs have the same digest. Empty: the job shares no answer."""
     tries: int = 1
     """Forwards that this worker has given the job or is giving it, as its retry policy allows."""
     takes_room: bool = False
@@ -117,10 +113,6 @@ class ClaimedJob(msgspec.Struct, eq=False):
         """The job as the broker knows it."""
         delivery = self.delivery
         return Held(delivery.slot, delivery.priority, delivery.entry_id, self.header.id)
-
-    def share_nothing(self) -> None:
-        """The job neither follows an equal one nor is its answer cached from now on."""
-        self.fingerprint, self.key_begun, self.digest = 0, None, b""
 
     def mark(self, lost: frozenset[Held], cancelled: frozenset[str]) -> bool:
         """Note that the lease of the job was lost, or that the job was cancelled; returns whether it must not run."""

@@ -43,10 +43,8 @@ class JointResults(NamedTuple):
     """The descriptions of the outputs, by the rows of a job."""
 
     def answers_alike(self, run: BatchRun) -> list[EncodedOutputs] | None:
-        """As `answers`, one for each job of the batch, at a third of the cost; None: they differ in size, or may not
-        all be cached.
-        """
-        if len(self.contents) != 1 or not all([job.fingerprint for job in run.jobs]):
+        """As `answers`, for each job of the batch, at half of the cost; None: a job has no key, or rows differ."""
+        if len(self.contents) != 1 or not all([job.digest for job in run.jobs]):
             return None
         (content,) = self.contents.values()
         content_hash, generation = run.model.content_hash, run.generation
@@ -59,7 +57,7 @@ class JointResults(NamedTuple):
         return [
             (job, EncodedOutputs(contents[job.rows], bytes(body), content_hash, generation))
             for job, body in zip(run.jobs, self.bodies, strict=True)
-            if job.fingerprint
+            if job.digest
         ]
 
 

@@ -293,10 +293,10 @@ class JobRouter:
         return _forward_of(job, version)
 
     def rejoin(self, follower: ClaimedJob, version: ServedVersion) -> Route:
-        """The way of a job whose leader ended without an answer for it. It may follow another one."""
+        """The way of a job whose leader ended without an answer for it. Without a digest it follows no other one."""
         if self.has_left(follower, version):
             return Aside.UNPLACED
-        if follower.fingerprint and self._join([follower], version)[1]:
+        if follower.digest and self._join([follower], version)[1]:
             return Aside.FOLLOWS
         return _forward_of(follower, version)
 
@@ -381,7 +381,7 @@ class JobRouter:
 
         Returns those that need a forward of their own, those that the cache answered, and the followers.
         """
-        self._keys.fingerprint_all(jobs, version.answers_as)
+        self._keys.digest_all(jobs, version.answers_as)
         cached: CachedAnswers | None = None
         if version.policy.cache_ttl_s and not self._is_paused(version.name):
             answers = self._answers.find_all(jobs, version)

@@ -4,7 +4,6 @@
     router.py          one look at a model decides for all plain jobs of a claim
     job.py, version.py inputs of alike jobs are joined as bytes;  their description is looked at once
     joint_results.py   the results of a batch are cut out of its outputs, and settled together; cached after that
-    single_flight.py   jobs are told apart by their fingerprints
     drain.py           the commit of a short forward carries the next claims
 
 What the simulator cannot show, because another part keeps the promise or nothing in it lies, is tested beside the fast
@@ -24,7 +23,6 @@ from msgspec import structs
 
 from penstock.registry.broker.base import Claim, CommitStatus, Delivery
 from penstock.workers.batch_run import BatchRun, JointAnswers
-from penstock.workers.cache import SingleFlight
 from penstock.workers.completer import CompletedRun, Completer, FallBack, NextTry, Rejoin, Settlement
 from penstock.workers.executor import Executor
 from penstock.workers.intake import Intake
@@ -269,16 +267,6 @@ class AnswersCachedForTheNeighbour(Completer):
         super().keep_answers()
 
 
-class FingerprintsDecide(SingleFlight):
-    """Jobs with one fingerprint share a forward, though their digests differ; here all jobs have the same one."""
-
-    def join_all(self, jobs: Iterable[ClaimedJob], version: ServedVersion) -> tuple[list[ClaimedJob], list[ClaimedJob]]:
-        jobs = list(jobs)
-        for job in jobs:
-            job.fingerprint, job.digest = 1, b"not compared"
-        return super().join_all(jobs, version)
-
-
 class ClaimsBesideCommitsOnly(SteppedDrain):
     """Jobs are claimed only when there is something to commit, and not only while a commit is near."""
 
@@ -309,6 +297,5 @@ FAST_WAY_MUTANTS: Final[tuple[Mutant, ...]] = (
     _misled("no end", completer=RunNeverReleased),
     _misled("no end", completer=RunSealedOnce),
     _misled("the answer of another", completer=AnswersCachedForTheNeighbour),
-    _misled("the answer of another", flights=FingerprintsDecide),
     _misled("no end", drain=ClaimsBesideCommitsOnly),
 )

@@ -540,17 +540,12 @@ class StaleVersion(SteppedDrain):
         super()._admit([structs.replace(each, active=models[each.slot].record) for each in deliveries])
 
 
-def _identify(job: ClaimedJob, digest: bytes) -> None:
-    """All jobs with this digest count as equal."""
-    job.digest, job.fingerprint = digest, hash(digest)
-
-
 class VersionsShareAFlight(SteppedRouter):
     """Equal jobs join each other, whichever version answers them."""
 
     def _join(self, jobs: list[ClaimedJob], version: ServedVersion) -> tuple[list[ClaimedJob], list[ClaimedJob]]:
         for job in jobs:
-            _identify(job, key_of(job.header, job.body, "", tenant=job.header.tenant))
+            job.digest = key_of(job.header, job.body, "", tenant=job.header.tenant)
         return super()._join(jobs, version)
 
 
@@ -570,7 +565,7 @@ class VersionsShareAnswers(AnswerCache):
 
     def find_all(self, jobs: Sequence[ClaimedJob], version: ServedVersion) -> list[EncodedOutputs | None]:
         for job in jobs:
-            _identify(job, key_of(job.header, job.body, "", tenant=job.header.tenant))
+            job.digest = key_of(job.header, job.body, "", tenant=job.header.tenant)
         return self.memory.get_all([job.digest for job in jobs])
 
 
@@ -579,7 +574,7 @@ class CachedAnswersSwapped(AnswerCache):
 
     def find_all(self, jobs: Sequence[ClaimedJob], version: ServedVersion) -> list[EncodedOutputs | None]:
         for job in jobs:
-            _identify(job, f"{job.header.tenant} {version.name} {version.label}".encode())
+            job.digest = f"{job.header.tenant} {version.name} {version.label}".encode()
         return super().find_all(jobs, version)
 
 

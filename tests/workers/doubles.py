@@ -180,13 +180,6 @@ def job_of(
     return ClaimedJob(delivery, job_header, body, len(inputs["x"]), claimed, queue_ms, expires_ms)
 
 
-def identify(job: ClaimedJob, digest: bytes) -> ClaimedJob:
-    """The job with this digest, and with a fingerprint that jobs of the same digest have; it shares none if it is
-    empty."""
-    job.digest, job.fingerprint = digest, hash(digest) if digest else 0
-    return job
-
-
 def run_of(version: ServedVersion, *jobs: ClaimedJob, is_as_built: bool = False) -> BatchRun:
     """The batch of these jobs as the scheduler hands it over: they take room, and the batch is in flight."""
     for job in jobs:

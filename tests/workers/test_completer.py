@@ -30,7 +30,7 @@ from penstock.workers.versions.tuner import BatchObservation
 from penstock.workers.versions.version import ServedModel
 from tests.payload_keys import sealing
 from tests.workers.cache.equal_jobs import OpenedJobs, apart
-from tests.workers.doubles import counted, identify, job_of, ready_version, run_of
+from tests.workers.doubles import counted, job_of, ready_version, run_of
 
 UNSIGNED = Keyring.parse(None)
 SIGNED = Keyring.parse(f"first:{base64.b64encode(b'1' * 32).decode()}")
@@ -110,7 +110,7 @@ class Harness:
     def lead(self, leader: ClaimedJob, *followers: ClaimedJob) -> None:
         """These jobs are equal."""
         for job in (leader, *followers):
-            identify(job, b"equal")
+            job.digest = b"equal"
             self.flights.join_all([job], self.version)
         self.leased.take(followers)
 
@@ -247,7 +247,7 @@ def test_followers_of_a_failed_leader_have_forwards_of_their_own(harness: Harnes
     harness.completer.collect([harness.run(leader, answer=BROKEN)])
     assert harness.completer.seal() == [Rejoin(job, harness.version) for job in followers]
     assert [commit.job_id for commit in harness.completer.commits] == [leader.header.id]
-    assert [(job.fingerprint, job.digest) for job in followers] == [(0, b"")] * 2
+    assert [job.digest for job in followers] == [b"", b""]
 
 
 @pytest.mark.parametrize("end", ["cancelled", "expired", "lost", "tried again"])
@@ -267,7 +267,7 @@ def test_followers_go_their_own_way_when_their_leader_has_no_answer_for_them(end
 def test_a_lost_job_leaves_without_a_commit(harness: Harness):
     """Another worker has it: nothing is sealed or cached, and its room is free."""
     job = job_of()
-    identify(job, b"d").is_lost = True
+    job.digest, job.is_lost = b"d", True
     harness.completer.collect([harness.run(job)])
     harness.completer.seal()
     assert (harness.completer.commits, harness.completer.has_work) == ([], False)
@@ -402,7 +402,7 @@ def test_later_batches_are_bounded_by_the_results_of_earlier_ones(harness: Harne
 def test_a_cached_answer_does_not_keep_the_outputs_of_its_batch(harness: Harness):
     """It is a copy where the result is a view of them."""
     job = job_of()
-    identify(job, b"d")
+    job.digest = b"d"
     harness.version.policy = replace(harness.version.policy, cache_ttl_s=60.0)
     run = harness.run(job)
     whole = np.zeros((10, 100_000), np.uint8)
@@ -530,7 +530,7 @@ def test_a_run_that_may_not_be_kept_is_not_kept_as_a_whole_either(why: str):
         elif why == "without a digest":
             for job in run.jobs:
                 harness.flights.end(job)
-                job.share_nothing()
+                job.digest = b""
     assert len(pair.sealed()) == 2
     assert len(pair.settle([CommitStatus.COMMITTED] * 2).completed) == 1
     assert kept(pair.whole) == {}

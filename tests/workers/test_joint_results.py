@@ -21,7 +21,7 @@ from penstock.workers.joint_results import JointSealer
 from penstock.workers.results import JobOutcome, commit_of
 from penstock.workers.versions.version import ServedVersion
 from tests.workers.claims_of_jobs import KEYRINGS, KINDS, SIGNING, UNSIGNED, Sealer, delivery_of
-from tests.workers.doubles import identify, ready_version, run_of
+from tests.workers.doubles import ready_version, run_of
 from tests.workers.test_shared_headers import Reader
 
 PLAIN: Final = ("plain", "another tenant", "several rows", "a deadline", "a reply", "retries", "a webhook", "long ids")
@@ -130,7 +130,7 @@ def test_the_answers_that_are_cached_are_those_of_each_job(
     version = ready_version()
     jobs = jobs_of(kinds, UNSIGNED, version)
     for number, job in enumerate(jobs):
-        identify(job, b"" if number == keyless else b"%d" % number)
+        job.digest = b"" if number == keyless else b"%d" % number
     rows = sum(job.rows for job in jobs)
     run = run_with(jobs, {name: output_of(*output, rows) for name, output in outputs.items()}, version)
     found = JointSealer(worker="w", keyring=UNSIGNED).of_run(run, {}, keeps=True)
@@ -143,6 +143,9 @@ def test_the_answers_that_are_cached_are_those_of_each_job(
     answers = found.answers(run)
     assert answers == expected
     assert all(type(answer.body) is bytes for _, answer in answers)
+    alike = found.answers_alike(run)
+    assert (alike is not None) is (keyless >= len(jobs) and len({job.rows for job in jobs}) == 1)
+    assert alike is None or [*zip(run.jobs, alike, strict=True)] == expected
 
 
 @pytest.mark.parametrize("keyring", KEYRINGS.values(), ids=KEYRINGS)

@@ -15,7 +15,7 @@ from penstock.workers.cache import SingleFlight
 from penstock.workers.job import ClaimedJob
 from penstock.workers.leases import LeasedJobs
 from penstock.workers.release import Releaser
-from tests.workers.doubles import identify, job_of, ready_version, run_of
+from tests.workers.doubles import job_of, ready_version, run_of
 
 LEASE_MS = 5000
 
@@ -101,7 +101,7 @@ def test_followers_are_released_with_their_leader(harness: Harness):
     version = ready_version()
     leader, follower, later = jobs = harness.claimed(3)
     for job in jobs:
-        identify(job, b"equal")
+        job.digest = b"equal"
     assert harness.flights.join_all([leader, follower], version) == ([leader], [follower])
     harness.releaser.add([leader])
     harness.releaser.flush()
@@ -174,7 +174,7 @@ def test_a_follower_of_such_a_job_has_no_crash(harness: Harness):
     """It did not run."""
     leader, follower = jobs = harness.claimed(2)
     for job in jobs:
-        identify(job, b"equal")
+        job.digest = b"equal"
     harness.flights.join_all(jobs, harness.version)
     harness.releaser.add_interrupted([harness.interrupted(leader)])
     harness.releaser.flush()

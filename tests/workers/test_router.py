@@ -20,7 +20,6 @@ from penstock.registry.settings_sections import InferenceConfig
 from penstock.registry.unrun import CANCELLED, EXPIRED
 from penstock.safety.cache_entry import key_of
 from penstock.workers.cache import AnswerCache, SingleFlight
-from penstock.workers.cache.key import confirm_all
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
@@ -148,7 +147,6 @@ def test_jobs_share_a_key_only_within_a_version_and_perhaps_within_a_tenant(isol
     first, of_other_tenant, of_other_version = job_of(7), job_of(7, tenant="other"), job_of(7, version="2")
     for job in (first, of_other_tenant, of_other_version):
         harness.route(job)
-    confirm_all((first, of_other_tenant, of_other_version))
     assert (first.digest == of_other_tenant.digest) is not isolates
     assert first.digest != of_other_version.digest
 
@@ -159,8 +157,7 @@ def test_a_cached_answer_ends_the_job_unless_its_model_is_paused():
     first = job_of(7)
     harness.route(first)
     outputs = EncodedOutputs((), b"", harness.version.content_hash, harness.version.generation)
-    confirm_all([first])
-    harness.answers.memory.put(first.digest, outputs, 60.0, first.fingerprint)
+    harness.answers.memory.put(first.digest, outputs, 60.0)
     harness.flights.end(first)
     route = harness.route(job_of(7))
     assert isinstance(route, Answered)
@@ -281,7 +278,7 @@ def test_followers_of_a_failed_leader_neither_lead_nor_follow():
         harness.route(job)
     harness.flights.end(leader)
     for job in followers:
-        job.share_nothing()
+        job.digest = b""
     assert [harness.router.rejoin(job, harness.version) for job in followers] == [Run(harness.version)] * 2
 
 
@@ -307,9 +304,7 @@ class Claims:
             job = self.opened.open(number)
             tenant = "acme" if harness.router._keys._isolates_tenants else ""
             answer = EncodedOutputs((), str(number).encode(), harness.version.content_hash, harness.version.generation)
-            harness.router._keys.fingerprint_all([job], "1")
-            key = key_of(job.header, job.body, "1", tenant=tenant)
-            harness.answers.memory.put(key, answer, 60.0, job.fingerprint)
+            harness.answers.memory.put(key_of(job.header, job.body, "1", tenant=tenant), answer, 60.0)
 
     def ways(self, jobs: Sequence[ClaimedJob]) -> tuple[dict[str, object], dict[str, object]]:
         """By the id of each job, how either router decided."""
@@ -324,8 +319,6 @@ class Claims:
         whole |= {job.header.id: _way(route) for job, route in routed.others}
         alone = apart(jobs)
         single = {job.header.id: _way(self.single.route(job)) for job in alone}
-        assert [job.fingerprint for job in jobs] == [job.fingerprint for job in alone]
-        confirm_all([*jobs, *alone])
         assert [job.digest for job in jobs] == [job.digest for job in alone]
         assert [job.header.id for job in routed.running[self.whole.version]] == [
             each for each, way in single.items() if way == "runs"

@@ -18,7 +18,6 @@ from penstock.registry.envelope import Options
 from penstock.registry.package import Package
 from penstock.registry.settings_sections import InferenceConfig
 from penstock.workers.cache import AnswerCache, SingleFlight
-from penstock.workers.cache.key import confirm_all
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.results import EncodedOutputs
@@ -114,7 +113,7 @@ class Harness:
         """What the routes changed."""
         models = self.lifecycle.models.values()
         return {
-            "jobs": [(job.header.id, job.rows, job.fingerprint) for job in jobs],
+            "jobs": [(job.header.id, job.rows, job.digest) for job in jobs],
             "begun": self.listener.begun,
             "shared": counted(self.metrics, "penstock_single_flight"),
             "versions": [(each.name, each.label, each.state) for each in self.lifecycle.turns],
@@ -173,10 +172,9 @@ def keep_answers(harness: Harness, jobs: list[ClaimedJob]) -> None:
         version = harness.lifecycle.models[job.delivery.slot].active
         if version is not None and version.policy.cache_ttl_s and not job.is_suspect:
             harness.router.route(job, 0.0)
-            if job.fingerprint:
-                confirm_all([job])
+            if job.digest:
                 answer = EncodedOutputs((), b"", version.content_hash, version.generation)
-                harness.answers.memory.put(job.digest, answer, 60.0, job.fingerprint)
+                harness.answers.memory.put(job.digest, answer, 60.0)
 
 
 @pytest.mark.parametrize(

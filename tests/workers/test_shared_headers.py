@@ -87,15 +87,7 @@ def facts_of(job: ClaimedJob) -> dict[str, Any]:
             for name, values in inputs.items()
         ],
         "times": (job.rows, job.claimed, job.queue_ms, job.expires_ms),
-        "state": (
-            job.fingerprint,
-            job.digest,
-            job.tries,
-            job.takes_room,
-            job.is_cancelled,
-            job.is_lost,
-            job.is_suspect,
-        ),
+        "state": (job.digest, job.tries, job.takes_room, job.is_cancelled, job.is_lost, job.is_suspect),
         "ways": (job.route, job.held),
     }
 

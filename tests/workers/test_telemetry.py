@@ -19,7 +19,7 @@ from penstock.workers.observe.listener import Ended, NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.results import EncodedOutputs, JobOutcome
 from penstock.workers.telemetry import BatchTelemetry
-from tests.workers.doubles import identify, job_of, ready_version, run_of
+from tests.workers.doubles import job_of, ready_version, run_of
 
 DONE = EncodedOutputs((), b"", "", 0)
 AT = 100.0
@@ -204,11 +204,10 @@ def test_the_latency_of_a_job_counts_from_its_acceptance_to_its_commit(harness: 
 def test_look_ups_in_the_cache_are_counted_at_the_flush(harness: Harness):
     """Each once, by model and result."""
     job = job_of()
-    identify(job, b"equal")
+    job.digest = b"equal"
     for _ in range(3):
         harness.answers.find_all([job], harness.version)
-    answer = EncodedOutputs((), b"", harness.version.content_hash, 0)
-    harness.answers.memory.put(b"equal", answer, 60.0, job.fingerprint)
+    harness.answers.memory.put(b"equal", EncodedOutputs((), b"", harness.version.content_hash, 0), 60.0)
     harness.answers.find_all([job], harness.version)
     harness.telemetry.flush()
     harness.telemetry.flush()

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from penstock.registry.settings_sections import CacheConfig
 from penstock.workers.batch_run import BatchRun
-from penstock.workers.cache.key import confirm_all
 from penstock.workers.cache.memory import L1Cache
 from penstock.workers.cache.tier import TierStats
 from penstock.workers.cache.tiers import LookedUp, SharedTiers, form_of
@@ -62,7 +61,7 @@ class AnswerCache:
     def find_all(self, jobs: Sequence[ClaimedJob], version: ServedVersion) -> list[EncodedOutputs | None]:
         """The answers to equal jobs, in order: those that the version's present content gave in its present form."""
         content_hash, generation = version.content_hash, version.generation
-        found = self._in_memory(jobs)
+        found = self.memory.get_all([job.digest for job in jobs])
         hits = 0
         if any(found):
             for number, answer in enumerate(found):
@@ -77,15 +76,6 @@ class AnswerCache:
             version.used_at = self._clock()
         return found
 
-    def _in_memory(self, jobs: Sequence[ClaimedJob]) -> list[EncodedOutputs | None]:
-        known = self.memory.known([job.fingerprint for job in jobs])
-        if not known:
-            return [None] * len(jobs)
-        asked = [job for job in jobs if job.fingerprint in known]
-        confirm_all(asked)
-        answers = iter(self.memory.get_all([job.digest for job in asked]))
-        return [next(answers) if job.fingerprint in known else None for job in jobs]
-
     def asks(self, version: ServedVersion) -> bool:
         """Whether the tiers behind the memory are asked for answers of this version."""
         return self.tiers is not None and self.tiers.is_open and bool(version.content_hash)
@@ -94,7 +84,6 @@ class AnswerCache:
         """Look up the answers to jobs that the memory lacks in the tiers behind it; see take_answered."""
         if self.tiers is None:
             raise RuntimeError("there is no tier to ask")
-        confirm_all(jobs)
         self.tiers.ask(version, jobs)
 
     def take_answered(self) -> list[CacheAnswers]:
@@ -119,7 +108,7 @@ class AnswerCache:
                 continue
             outputs = EncodedOutputs(answer.entry.content, answer.entry.body, content_hash, generation)
             result.found.append((job, outputs))
-            self.memory.put(job.digest, outputs, min(answer.ttl_s, version.policy.cache_ttl_s), job.fingerprint)
+            self.memory.put(job.digest, outputs, min(answer.ttl_s, version.policy.cache_ttl_s))
         if result.found:
             version.used_at = self._clock()
         self._count_in_tiers(looked_up)
@@ -169,7 +158,7 @@ class AnswerCache:
         end after another version was activated.
         """
         job, answer, version = outcome.job, outcome.answer, outcome.version
-        if outcome.how != "ran" or not job.fingerprint or version is None or not version.policy.cache_ttl_s:
+        if outcome.how != "ran" or not job.digest or version is None or not version.policy.cache_ttl_s:
             return
         if not isinstance(answer, EncodedOutputs):
             return
@@ -193,11 +182,9 @@ class AnswerCache:
             self._keep(answers, run.version, run.generation)
 
     def keep_alike(self, jobs: Sequence[ClaimedJob], answers: Sequence[EncodedOutputs], run: BatchRun) -> None:
-        """As `keep_all`, for jobs that have fingerprints, and for answers of one size whose bodies are bytes."""
+        """As `keep_all`, for jobs that have keys, and for answers of one size whose bodies are bytes."""
         if self.tiers is None:
-            confirm_all(jobs)
-            keys, fingerprints = [job.digest for job in jobs], [job.fingerprint for job in jobs]
-            self.memory.put_alike(keys, answers, run.version.policy.cache_ttl_s, fingerprints)
+            self.memory.put_alike([job.digest for job in jobs], answers, run.version.policy.cache_ttl_s)
         else:
             self._keep([*zip(jobs, answers, strict=True)], run.version, run.generation)
 
@@ -205,10 +192,7 @@ class AnswerCache:
         self, answers: Sequence[tuple[ClaimedJob, EncodedOutputs]], version: ServedVersion, generation: int
     ) -> None:
         ttl_s = version.policy.cache_ttl_s
-        confirm_all([job for job, _ in answers])
-        self.memory.put_all(
-            [(job.digest, answer) for job, answer in answers], ttl_s, [job.fingerprint for job, _ in answers]
-        )
+        self.memory.put_all([(job.digest, answer) for job, answer in answers], ttl_s)
         if self.tiers is None:
             return
         form, group = form_of(version), version.content_hash

@@ -26,8 +26,6 @@ _FEW: Final = 64
 class L1Cache:
     """Answers by their key; see key_of. For any thread.
 
-    An answer may be put with the fingerprint of its job; see `known`.
-
     max_entries, max_bytes: beyond these, expired entries leave first, then the least recently used ones. An answer
     larger than an eighth of max_bytes is not cached. clock: monotonic seconds.
 
@@ -42,10 +40,8 @@ class L1Cache:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._clock = clock
-        self._entries: OrderedDict[bytes, tuple[EncodedOutputs, float, int, int]] = OrderedDict()
-        """By key: the answer, the time at which it expires, its memory in bytes, and its fingerprint."""
-        self._fingerprints: set[int] = set()
-        """Those of all entries, and of some that have left."""
+        self._entries: OrderedDict[bytes, tuple[EncodedOutputs, float, int]] = OrderedDict()
+        """By key: the answer, the time at which it expires, and its memory in bytes."""
         self._ends: list[tuple[float, int, list[bytes]]] = []
         """A heap of the times at which the entries of one call expire. Entries may have left, or been replaced."""
         self._calls = 0
@@ -62,11 +58,6 @@ class L1Cache:
     def nbytes(self) -> int:
         """The memory of all entries, in bytes."""
         return self._nbytes
-
-    def known(self, fingerprints: Sequence[int]) -> set[int]:
-        """Those of these fingerprints with which answers were put that may still be here: a job with another one has no
-        answer here, and needs no key."""
-        return self._fingerprints.intersection(fingerprints)
 
     def get(self, key: bytes) -> EncodedOutputs | None:
         """The answer under `key`, if it has not expired."""
@@ -94,20 +85,18 @@ class L1Cache:
                     found.append(entry[0])
         return found
 
-    def put(self, key: bytes, answer: EncodedOutputs, ttl_s: float, fingerprint: int = 0) -> None:
-        """Cache an answer for `ttl_s` seconds; it replaces an earlier answer under `key`. fingerprint: see `known`."""
-        self.put_all([(key, answer)], ttl_s, [fingerprint])
+    def put(self, key: bytes, answer: EncodedOutputs, ttl_s: float) -> None:
+        """Cache an answer for `ttl_s` seconds; it replaces an earlier answer under `key`."""
+        self.put_all([(key, answer)], ttl_s)
 
-    def put_all(
-        self, answers: Iterable[tuple[bytes, EncodedOutputs]], ttl_s: float, fingerprints: Iterable[int] = repeat(0)
-    ) -> None:
+    def put_all(self, answers: Iterable[tuple[bytes, EncodedOutputs]], ttl_s: float) -> None:
         """Cache answers under their keys for `ttl_s` seconds, one after another; see `put`."""
         with self._lock:
             now, entries = self._clock(), self._entries
             self._expire(now)
             end, most = now + ttl_s, self._max_bytes // 8
             kept: list[bytes] = []
-            for (key, answer), fingerprint in zip(answers, fingerprints, strict=False):
+            for key, answer in answers:
                 if key in entries:
                     self._remove(key)
                 body = answer.body
@@ -117,16 +106,13 @@ class L1Cache:
                 if type(body) is not bytes:
                     # A view would keep the outputs of the whole batch in memory.
                     answer = structs.replace(answer, body=bytes(body))
-                entries[key] = answer, end, size, fingerprint
-                self._fingerprints.add(fingerprint)
+                entries[key] = answer, end, size
                 self._nbytes += size
                 kept.append(key)
                 self._evict()
             self._note_end(end, kept)
 
-    def put_alike(
-        self, keys: list[bytes], answers: Sequence[EncodedOutputs], ttl_s: float, fingerprints: Sequence[int]
-    ) -> None:
+    def put_alike(self, keys: list[bytes], answers: Sequence[EncodedOutputs], ttl_s: float) -> None:
         """As `put_all`, for answers of one size whose bodies are bytes: those of one batch."""
         with self._lock:
             entries, size = self._entries, _size_of(answers[0])
@@ -135,14 +121,12 @@ class L1Cache:
                 now = self._clock()
                 self._expire(now)
                 end = now + ttl_s
-                new = zip(answers, repeat(end), repeat(size), fingerprints, strict=False)
-                entries.update(zip(keys, new, strict=True))
-                self._fingerprints.update(fingerprints)
+                entries.update(zip(keys, zip(answers, repeat(end), repeat(size)), strict=True))
                 self._nbytes += size * len(keys)
                 self._evict()
                 self._note_end(end, keys)
                 return
-        self.put_all(zip(keys, answers, strict=True), ttl_s, fingerprints)
+        self.put_all(zip(keys, answers, strict=True), ttl_s)
 
     def _evict(self) -> None:
         """The least recently used entries leave until the others fit."""
@@ -161,7 +145,7 @@ class L1Cache:
     def forget(self, content_hash: str) -> int:
         """Remove every answer of this content; returns their number."""
         with self._lock:
-            old = [key for key, (answer, *_) in self._entries.items() if answer.content_hash == content_hash]
+            old = [key for key, (answer, _, _) in self._entries.items() if answer.content_hash == content_hash]
             for key in old:
                 self._remove(key)
         return len(old)
@@ -172,7 +156,6 @@ class L1Cache:
             count = len(self._entries)
             self._entries.clear()
             self._ends.clear()
-            self._fingerprints = set()
             self._awaited = self._nbytes = 0
         return count
 
@@ -186,8 +169,6 @@ class L1Cache:
             self._awaited -= len(heapq.heappop(ends)[2])
         if self._awaited > 2 * len(self._entries) + _FEW:
             self._forget_removed()
-        if len(self._fingerprints) > 2 * len(self._entries) + _FEW:
-            self._fingerprints = {fingerprint for _, _, _, fingerprint in self._entries.values()}
 
     def _await_end(self, end: float, keys: list[bytes]) -> None:
         self._calls += 1
@@ -205,7 +186,7 @@ class L1Cache:
     def _forget_removed(self) -> None:
         """Have the heap hold the entries that are here, and nothing else."""
         by_end: defaultdict[float, list[bytes]] = defaultdict(list)
-        for key, (_, end, _, _) in self._entries.items():
+        for key, (_, end, _) in self._entries.items():
             by_end[end].append(key)
         self._ends, self._awaited = [], 0
         for end, keys in by_end.items():

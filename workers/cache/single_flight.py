@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from penstock.workers.backlog import Waiting
-from penstock.workers.cache.key import confirm_all
 from penstock.workers.job import ClaimedJob
 from penstock.workers.versions.version import ServedVersion
 
@@ -16,15 +15,14 @@ __all__ = ["SingleFlight"]
 
 
 class SingleFlight:
-    """The leaders of one worker and their followers, by the fingerprint of their jobs. The I/O thread owns it."""
+    """The leaders of one worker and their followers, by the digest of their jobs. The I/O thread owns it."""
 
     def __init__(self) -> None:
-        self._leaders: dict[int, ClaimedJob] = {}
-        self._followers: dict[int, list[Waiting]] = {}
+        self._leaders: dict[bytes, ClaimedJob] = {}
+        self._followers: dict[bytes, list[Waiting]] = {}
 
     def join_all(self, jobs: Iterable[ClaimedJob], version: ServedVersion) -> tuple[list[ClaimedJob], list[ClaimedJob]]:
-        """Let each job with a fingerprint follow an equal one; returns those that lead or run by themselves, and the
-        rest.
+        """Let each job with a digest follow an equal one; returns those that lead or run by themselves, and the rest.
 
         Only jobs of one tenant share an answer. A failure is not shared.
         """
@@ -32,11 +30,11 @@ class SingleFlight:
         following: list[ClaimedJob] = []
         leader_of = self._leaders.setdefault
         for job in jobs:
-            leader = leader_of(job.fingerprint, job)
+            leader = leader_of(job.digest, job)
             if leader is job or not _may_share(leader, job):
                 leading.append(job)
             else:
-                self._followers.setdefault(job.fingerprint, []).append(Waiting(job, version))
+                self._followers.setdefault(job.digest, []).append(Waiting(job, version))
                 following.append(job)
         return leading, following
 
@@ -47,15 +45,15 @@ class SingleFlight:
         return {
             job: followers
             for job in jobs
-            if (followers := self._followers.get(job.fingerprint)) and self._leaders.get(job.fingerprint) is job
+            if (followers := self._followers.get(job.digest)) and self._leaders.get(job.digest) is job
         }
 
     def end(self, job: ClaimedJob) -> list[Waiting]:
         """The job leads no longer; returns its followers."""
-        if not job.fingerprint or self._leaders.get(job.fingerprint) is not job:
+        if not job.digest or self._leaders.get(job.digest) is not job:
             return []
-        del self._leaders[job.fingerprint]
-        return self._followers.pop(job.fingerprint, [])
+        del self._leaders[job.digest]
+        return self._followers.pop(job.digest, [])
 
     def end_all(self, jobs: Iterable[ClaimedJob]) -> list[ClaimedJob]:
         """These jobs lead no longer; returns each of them, with its followers behind it."""
@@ -63,17 +61,14 @@ class SingleFlight:
         together: list[ClaimedJob] = []
         for job in jobs:
             together.append(job)
-            if leaders.get(job.fingerprint) is job:
-                del leaders[job.fingerprint]
+            if leaders.get(job.digest) is job:
+                del leaders[job.digest]
                 if followers:
-                    together += [follower for follower, _ in followers.pop(job.fingerprint, ())]
+                    together += [follower for follower, _ in followers.pop(job.digest, ())]
         return together
 
 
 def _may_share(leader: ClaimedJob, job: ClaimedJob) -> bool:
-    confirm_all((leader, job))
-    if leader.digest != job.digest:
-        return False
     if leader.shared is job.shared is not None:
         return True
     return leader.header.tenant == job.header.tenant

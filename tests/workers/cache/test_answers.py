@@ -12,16 +12,15 @@ from typing import Any
 import pytest
 
 from penstock.registry.broker.base import Delivery
-from penstock.registry.envelope import Failure, JobHeader, Keyring
+from penstock.registry.envelope import Failure, JobHeader
 from penstock.registry.queues import Priority, new_job_id
 from penstock.registry.settings_sections import CacheConfig
 from penstock.registry.tensors import Tensor
-from penstock.workers.cache import AnswerCache, JobKeys
+from penstock.workers.cache import AnswerCache
 from penstock.workers.job import ClaimedJob
 from penstock.workers.results import EncodedOutputs, How, JobOutcome
 from penstock.workers.versions.version import ServedVersion
-from tests.workers.cache.equal_jobs import OpenedJobs
-from tests.workers.doubles import identify, run_of, version_of
+from tests.workers.doubles import run_of, version_of
 from tests.workers.levels.fake_model import Clock, Rotation
 
 
@@ -52,7 +51,7 @@ def loaded(clock: Clock, **spec: Any) -> ServedVersion:
 def job(digest: bytes = b"digest", *, named: str = "", reply: str = "", tenant: str = "acme") -> ClaimedJob:
     """A claimed job. Jobs with one digest are equal."""
     header = JobHeader(new_job_id("rotation"), tenant, "rotation", "normal", (), named, reply=reply)
-    return identify(ClaimedJob(Delivery("rotation", Priority.NORMAL, b"1-1", b""), header, b"", 1, 0.0, 0.0, 0), digest)
+    return ClaimedJob(Delivery("rotation", Priority.NORMAL, b"1-1", b""), header, b"", 1, 0.0, 0.0, 0, digest=digest)
 
 
 def answer_of(version: ServedVersion) -> EncodedOutputs:
@@ -171,7 +170,7 @@ def test_answers_of_a_claim_are_found_in_its_order(cache: AnswerCache, version: 
     for outcome in kept.values():
         cache.keep(outcome, version)
     old = EncodedOutputs((), b"old", "ef" * 32, version.generation)
-    cache.memory.put(b"4", old, 60.0, hash(b"4"))
+    cache.memory.put(b"4", old, 60.0)
     clock.now = 3.0
     found = cache.find_all([job(b"2"), job(b"1"), job(b"4"), job(b"3"), job(b"1")], version)
     assert found == [None, kept[b"1"].answer, None, kept[b"3"].answer, kept[b"1"].answer]
@@ -192,29 +191,6 @@ def test_answers_of_a_claim_are_found_in_its_order(cache: AnswerCache, version: 
     }
 
 
-def test_an_answer_is_given_by_the_digest_and_not_by_the_fingerprint(cache: AnswerCache, version: ServedVersion):
-    """A job that differs, and has the fingerprint by chance, finds nothing."""
-    cache.keep(ran(version), version)
-    other = job(b"another")
-    other.fingerprint = job().fingerprint
-    assert cache.find_all([other, job()], version) == [None, answer_of(version)]
-
-
-def test_a_job_whose_fingerprint_is_unknown_needs_no_digest_to_be_looked_up(cache: AnswerCache, version: ServedVersion):
-    """That of an answer that was kept is known, with its digest, for one job and for those of a batch alike."""
-    opened, keys = OpenedJobs(Keyring.parse(None)), JobKeys(isolates_tenants=True)
-    run = run_of(version, *(opened.open(number) for number in (1, 2)))
-    keys.fingerprint_all(run.jobs, "1")
-    assert cache.find_all(run.jobs, version) == [None, None]
-    assert [job.digest for job in run.jobs] == [b"", b""]
-    answers = [EncodedOutputs((), bytes([number]), version.content_hash, version.generation) for number in (1, 2)]
-    cache.keep_alike(run.jobs, answers, run)
-    later = [opened.open(number) for number in (3, 2, 1)]
-    keys.fingerprint_all(later, "1")
-    assert cache.find_all(later, version) == [None, answers[1], answers[0]]
-    assert [bool(job.digest) for job in later] == [False, True, True]
-
-
 def _inactive(version: ServedVersion) -> None:
     """Another version is active; see the test."""
 
@@ -232,5 +208,7 @@ def test_a_run_is_kept_as_a_whole_where_each_of_its_answers_would_be(
     assert cache.keeps(run, version)
     cache.keep_all([(job(), answer_of(version))], run)
     assert find(cache, job(), version) == answer_of(version)
+    cache.keep_alike([job(b"1"), job(b"2")], [answer_of(version)] * 2, run)
+    assert [find(cache, job(key), version) for key in (b"1", b"2")] == [answer_of(version)] * 2
     change(version)
     assert not cache.keeps(run, None if change is _inactive else version)

@@ -15,7 +15,6 @@ from penstock.registry.envelope import Keyring, Options, Retry, open_job
 from penstock.registry.package import ModelSpec
 from penstock.safety.cache_entry import key_of
 from penstock.workers.cache import JobKeys
-from penstock.workers.cache.key import confirm_all
 from tests.workers.cache.equal_jobs import OpenedJobs, apart
 from tests.workers.doubles import spec_of
 
@@ -126,44 +125,6 @@ def test_jobs_of_a_claim_get_the_keys_of_jobs_by_themselves(
         expected = [key_of(job.header, job.body, label, tenant=job.header.tenant if isolates else "") for job in jobs]
         assert [job.digest for job in jobs] == expected
         assert [job.digest for job in alone] == expected
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, len(_KINDS) - 1), st.integers(0, 2)), max_size=8),
-    st.booleans(),
-)
-def test_equal_jobs_have_one_fingerprint(asked: list[tuple[int, int]], isolates: bool):
-    """Also if nothing is known of the header of one of them; and jobs with other keys have others."""
-    opened, keys = OpenedJobs(UNSIGNED), JobKeys(isolates_tenants=isolates)
-    jobs = [opened.open(number, **_KINDS[kind]) for kind, number in asked]
-    jobs += apart(jobs)
-    keys.digest_all(jobs, "1")
-    assert len({(job.fingerprint, job.digest) for job in jobs}) == len({job.digest for job in jobs})
-    assert len({job.fingerprint for job in jobs}) == len({job.digest for job in jobs})
-    assert all(job.fingerprint for job in jobs)
-
-
-def test_the_key_of_a_job_follows_its_version():
-    """A job may be routed again, to another version: the key of the first one would share answers of both."""
-    job, keys = OpenedJobs(UNSIGNED).open(1.0), JobKeys(isolates_tenants=True)
-    for label in ("1", "2"):
-        keys.fingerprint_all([job], label)
-        confirm_all([job])
-        assert job.digest == key_of(job.header, job.body, label, tenant="acme")
-
-
-@pytest.mark.parametrize("at", [0, 5_000, 9_999])
-def test_large_inputs_that_differ_anywhere_have_different_keys(at: int):
-    """Their fingerprints may be the same: these look at the middle only."""
-    body = bytearray(10_000)
-    one = OpenedJobs(UNSIGNED).open(1.0)
-    other = OpenedJobs(UNSIGNED).open(1.0)
-    one.body = bytes(body)
-    body[at] = 1
-    other.body = bytes(body)
-    JobKeys(isolates_tenants=True).digest_all([one, other], "1")
-    assert one.digest != other.digest
-    assert (one.fingerprint == other.fingerprint) is (at != 5_000)
 
 
 def test_what_is_remembered_of_headers_is_bounded():

@@ -58,6 +58,17 @@ def test_expired_entries_are_not_served():
     assert (len(cache), cache.nbytes, cache.evicted) == (1, _size_of(_answer()), 0)
 
 
+def test_an_expired_entry_may_be_asked_for_twice():
+    """Two equal jobs of one claim look it up together."""
+    clock = _Clock()
+    cache = L1Cache(10, _ROOM, clock)
+    cache.put_alike([b"1", b"2"], [_answer(b"1"), _answer(b"2")], 5)
+    cache.put(b"2", _answer(b"two"), 60)
+    clock.now += 5
+    assert cache.get_all([b"1", b"2", b"1"]) == [None, _answer(b"two"), None]
+    assert (len(cache), cache.nbytes) == (1, _size_of(_answer(b"two")))
+
+
 def test_expired_entries_leave_first():
     """A write removes them before any entry that has not expired."""
     clock = _Clock()
@@ -81,17 +92,6 @@ def test_removed_and_replaced_entries_do_not_fill_the_heap():
         cache.put(str(number % 1000).encode(), _answer(), 86_400)
     assert len(cache) == 10
     assert len(cache._ends) < 200
-
-
-def test_fingerprints_of_entries_that_have_left_are_forgotten():
-    """They would otherwise fill the memory, and have the key made of every job that has one of them."""
-    cache = L1Cache(10, _ROOM)
-    for number in range(1, 10_001):
-        cache.put(str(number).encode(), _answer(), 86_400, number)
-    assert {*range(9_991, 10_001)} <= cache.known(range(10_001))
-    assert len(cache.known(range(10_001))) < 200
-    cache.clear()
-    assert not cache.known(range(10_001))
 
 
 def test_bytes_are_bounded():
@@ -167,19 +167,17 @@ def test_many_keys_at_once_are_as_one_after_another(calls: list[tuple[str, list[
         if call == "wait":
             clock.now += seconds
         elif call != "get":
-            answers, fingerprints = [_answer(key * seconds) for key in keys], [number + 1 for number in numbers]
+            answers = [_answer(key * seconds) for key in keys]
             if call == "put":
-                together.put_all(zip(keys, answers, strict=True), seconds, fingerprints)
+                together.put_all(zip(keys, answers, strict=True), seconds)
             else:
-                together.put_alike(keys, answers, seconds, fingerprints)
-            for key, answer, fingerprint in zip(keys, answers, fingerprints, strict=True):
-                singly.put(key, answer, seconds, fingerprint)
+                together.put_alike(keys, answers, seconds)
+            for key, answer in zip(keys, answers, strict=True):
+                singly.put(key, answer, seconds)
         else:
             assert together.get_all(keys) == [singly.get(key) for key in keys]
         assert list(together._entries.items()) == list(singly._entries.items())
         assert (together.nbytes, together.evicted) == (singly.nbytes, singly.evicted)
-        for cache in (together, singly):
-            assert cache.known(range(1, 8)) >= {key[0] + 1 for key in cache._entries}
 
 
 @pytest.mark.parametrize("steps", [10_000, pytest.param(100_000, marks=pytest.mark.slow)])

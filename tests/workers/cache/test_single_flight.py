@@ -12,7 +12,7 @@ from penstock.workers.cache import JobKeys, SingleFlight
 from penstock.workers.job import ClaimedJob
 from penstock.workers.versions.version import ServedVersion
 from tests.workers.cache.equal_jobs import OpenedJobs
-from tests.workers.doubles import identify, version_of
+from tests.workers.doubles import version_of
 from tests.workers.levels.fake_model import Clock, Rotation
 
 
@@ -32,7 +32,7 @@ def version() -> ServedVersion:
 def job(digest: bytes = b"digest", *, tenant: str = "acme", retry: Retry | None = None) -> ClaimedJob:
     """A claimed job. Jobs with one digest are equal."""
     header = JobHeader(new_job_id("m"), tenant, "m", "normal", (), options=Options(retry=retry))
-    return identify(ClaimedJob(Delivery("m", Priority.NORMAL, b"1-1", b""), header, b"", 1, 0.0, 0.0, 0), digest)
+    return ClaimedJob(Delivery("m", Priority.NORMAL, b"1-1", b""), header, b"", 1, 0.0, 0.0, 0, digest=digest)
 
 
 def joins(flights: SingleFlight, job: ClaimedJob, version: ServedVersion) -> bool:
@@ -63,24 +63,6 @@ def test_only_jobs_of_one_tenant_share_a_forward(flights: SingleFlight, version:
     assert [joins(flights, each, version) for each in (leader, alone, follower)] == [False, False, True]
     assert flights.end(alone) == []
     assert flights.end(leader) == [Waiting(follower, version)]
-
-
-def test_jobs_that_have_only_their_fingerprint_in_common_share_nothing(flights: SingleFlight, version: ServedVersion):
-    """The digest decides. The other job runs by itself, and its end changes nothing."""
-    leader, other, follower = job(b"a"), job(b"b"), job(b"a")
-    other.fingerprint = leader.fingerprint
-    assert [joins(flights, each, version) for each in (leader, other, follower)] == [False, False, True]
-    assert flights.end_all([other]) == [other]
-    assert flights.end(leader) == [Waiting(follower, version)]
-
-
-def test_distinct_jobs_are_told_apart_without_their_digests(flights: SingleFlight, version: ServedVersion):
-    """A digest takes longer than all the rest; it is made for a leader and for the job that seems to be equal."""
-    opened, keys = OpenedJobs(Keyring.parse(None)), JobKeys(isolates_tenants=True)
-    jobs = [opened.open(number) for number in (1, 2, 3, 2)]
-    keys.fingerprint_all(jobs, "1")
-    assert flights.join_all(jobs, version) == (jobs[:3], jobs[3:])
-    assert [bool(job.digest) for job in jobs] == [False, True, False, True]
 
 
 def test_an_ended_leader_is_forgotten(flights: SingleFlight, version: ServedVersion):
