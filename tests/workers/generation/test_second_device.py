@@ -93,7 +93,7 @@ def test_launched_steps_copy_no_more():
     assert {(1, 0), (1, 1), (0, 1)} <= numbers
 
 
-@pytest.mark.parametrize("async_scheduling", ["on", "off"])
+@pytest.mark.parametrize("async_scheduling", ["on", pytest.param("off", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_setting_samples_on_the_device(setting, async_scheduling):
     """Tokens and log probabilities are those of the CPU."""
