@@ -440,9 +440,9 @@ def test_time_of_a_text_counts_from_its_first_start(stage: Stage, worker: Worker
 
 
 def test_command_submit_writes_a_text(stage: Stage, worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch):
-    """As the page shows it: the events of a stream, and the whole text; sampling parameters are JSON in a list."""
+    """As the page shows it: the events of a stream, and the whole text; sampling parameters are one object."""
     monkeypatch.setenv("PENSTOCK_REDIS_URL", stage.server.url)
-    sampling = json.dumps([json.dumps({"max_tokens": 30, "temperature": 0, "ignore_eos": True})])
+    sampling = json.dumps({"max_tokens": 30, "temperature": 0, "ignore_eos": True})
     words = [
         "submit",
         "writer",
