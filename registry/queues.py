@@ -212,6 +212,7 @@ def stream_key(slot: str, priority: Priority) -> str:
     return f"infer.{{{slot}}}.{priority.label}"
 
 
+@lru_cache(maxsize=1024)
 def stream_keys(slot: str) -> tuple[str, str, str, str]:
     """The four streams of a slot, most urgent first; the index is a Priority."""
     critical, high, normal, low = (stream_key(slot, priority) for priority in Priority)

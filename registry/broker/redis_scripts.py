@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from importlib import resources
 from typing import Any, Final, TypeAlias
 
@@ -288,12 +289,22 @@ def armed_deliveries(
     if not answer:
         return []
     active = dict(zip(slots, actives, strict=True))
-    owners = {stream_key(slot, priority).encode(): (slot, priority) for slot in slots for priority in _PRIORITIES}
+    owners = _owners(tuple(slots))
     deliveries: list[Delivery] = []
     for key, entries in answer:
         slot, priority = owners[key]
         deliveries += _deliveries(slot, priority, entries, active[slot] or b"")
     return deliveries
+
+
+@lru_cache(maxsize=64)
+def _owners(slots: tuple[str, ...]) -> dict[bytes, tuple[str, Priority]]:
+    """The slot and the priority of each stream, by its key as Redis names it."""
+    return {
+        key.encode(): (slot, priority)
+        for slot in slots
+        for priority, key in zip(_PRIORITIES, stream_keys(slot), strict=True)
+    }
 
 
 def commit(consumer: str, slot: str, commits: Sequence[Commit], result_ttl_ms: int) -> Call:

@@ -144,7 +144,8 @@ class Site:
         return {self.version_of(job_id) for job_id in jobs}
 
     def figures(self, worker: SteppedWorker) -> dict[int, dict[str, ArmFigures]]:
-        """What the workers have written, after a report of this one."""
+        """What the workers have written, after a report of this one. Jobs are counted in the turn behind their own."""
+        worker.turn()
         worker.drain.parts.status.report(is_ready=True)
         return read_observations(self.harness.broker.observations(MODEL, EXPERIMENT))
 
