@@ -133,7 +133,8 @@ class UnpaddedEncoder:
             hidden = layer.norm(layer.narrow(layer.widen(hidden)).add_(hidden))
         means = [hidden[run.start : run.stop].view(run.rows, run.length, -1).float().mean(1) for run in runs]
         pooled = torch.cat(means)
-        return pooled / pooled.norm(dim=1, keepdim=True).clamp_min(1e-12)
+        unit: torch.Tensor = pooled / pooled.norm(dim=1, keepdim=True).clamp_min(1e-12)
+        return unit
 
     def _attention(self, projected: torch.Tensor, runs: Sequence[_Run]) -> torch.Tensor:
         """projected: (tokens, 3 D) -> (tokens, D), each token attending to its own row."""
@@ -151,7 +152,9 @@ class UnpaddedEncoder:
         rows = max(1, _MOST_SCORES // (self._heads * run.length * run.length))
         if rows >= run.rows:
             return self._block(projected, run.length)
-        return torch.cat([self._block(part, run.length) for part in projected.split(rows * run.length)])
+        tokens = rows * run.length
+        starts = range(0, len(projected), tokens)
+        return torch.cat([self._block(projected[start : start + tokens], run.length) for start in starts])
 
     def _block(self, projected: torch.Tensor, length: int) -> torch.Tensor:
         split = projected.view(-1, length, 3, self._heads, projected.shape[1] // (3 * self._heads))
