@@ -8,6 +8,7 @@ result that has expired is told from a job that never existed.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import time
@@ -26,6 +27,7 @@ __all__ = [
     "MODELS_KEY",
     "WEBHOOKS_KEY",
     "WORKERS_KEY",
+    "DerivedIds",
     "Priority",
     "PriorityName",
     "active_key",
@@ -147,6 +149,29 @@ def new_job_id(model: str) -> str:
         begins = f"{digits[:8]}-{digits[8:]}-7"
         _begun = ms, begins
     return f"{model}.{begins}{random[:3]}-{_VARIANT[random[3]]}{random[4:7]}-{random[7:19]}"
+
+
+class DerivedIds:
+    """Job ids that follow from a name and a number, so that a process which repeats its work names the same jobs.
+
+    model: of the jobs. name: no two sets of jobs have the same. made_ms: the Unix time of the ids in ms. An id is a
+    UUIDv7 whose random bits are a hash.
+    """
+
+    __slots__ = ("_begins", "_hash")
+
+    def __init__(self, model: str, name: str, made_ms: int) -> None:
+        digits = f"{made_ms:012x}"
+        self._begins = f"{model}.{digits[:8]}-{digits[8:]}-7"
+        # Names of models hold no NUL. Clients know the jobs of all models by their local ids alone.
+        self._hash = hashlib.blake2b(f"{model}\0{name}\0".encode(), digest_size=10)
+
+    def of(self, number: int) -> str:
+        """The id of the job with this number."""
+        state = self._hash.copy()
+        state.update(b"%d" % number)
+        digits = state.hexdigest()
+        return f"{self._begins}{digits[:3]}-{_VARIANT[digits[3]]}{digits[4:7]}-{digits[7:19]}"
 
 
 _begun: tuple[int, str] = -1, ""
