@@ -98,7 +98,7 @@ class Calls:
             try:
                 answer: bytes = await self.end(name, context, lambda call: self._answer(call, kind, data, method))
             finally:
-                self._turns.running -= 1
+                self._turns.leave()
             return answer
 
         # Messages are parsed in `_answer`: what grpc.aio cannot parse it answers as an unknown error.
