@@ -33,6 +33,7 @@ __all__ = [
     "Document",
     "decode_json",
     "decoded",
+    "dtype_of",
     "fields_of",
     "json_document",
     "msgpack_document",
@@ -51,7 +52,6 @@ HEAD_LENGTH: Final = b"inference-header-content-length"
 """The header of the Open Inference Protocol, with the same meaning."""
 _MOST_DIMS: Final = 8
 _NAMES: Final = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
-"""NumPy makes the name of a dtype anew each time, which takes longer than to write a few numbers."""
 _BRACKET: Final = ord("[")
 _NUMBERS: Final = {"f": float, "i": int, "u": int, "b": bool}
 _decode_any = msgspec.json.Decoder().decode
@@ -159,6 +159,12 @@ def read_inputs(spec: ModelSpec, document: Document) -> dict[str, object]:
     return found
 
 
+def dtype_of(values: Array) -> str:
+    """The dtype of an output by its name in specs; that of strings for text."""
+    # NumPy makes the name of a dtype anew each time, which takes longer than to write a few numbers.
+    return STRING if values.dtype.kind == "O" else _NAMES.get(values.dtype) or values.dtype.name
+
+
 def plain_inputs(inputs: Mapping[str, Any]) -> dict[str, object]:
     """The inputs of a job from plain data, without the model's spec. Raises InvalidInput, with the input's name."""
     return {name: _from_value(name, value) for name, value in inputs.items()}
@@ -195,8 +201,7 @@ def _written(values: Array, codec: Codec) -> dict[str, Any]:
     )
     if is_json and kind != "O":
         # As codecs.written, without the bytes that it makes for both codecs.
-        dtype = _NAMES.get(values.dtype) or values.dtype.name
-        return {"dtype": dtype, "shape": values.shape, "data": values.tolist()}
+        return {"dtype": dtype_of(values), "shape": values.shape, "data": values.tolist()}
     return codecs.written(values, "json" if is_json else "base64")
 
 
