@@ -85,8 +85,8 @@ class JobTemplate:
     def build(self, inputs: object, key: object = None, account: str = "", job_id: str = "") -> Publication | None:
         """One sealed job. None: of an unknown shape, or perhaps bad inputs or a bad key.
 
-        key: the idempotency key. account: the id of the API key that pays. job_id: a UUIDv7 of this model; empty: a
-        new one.
+        key: the idempotency key. account: the id of the API key that pays. job_id: one of DerivedIds; empty: a new
+        one.
         """
         # The exact types only: a subclass may give other bytes, or another answer at the next question.
         if type(inputs) is not dict or len(inputs) != 1:

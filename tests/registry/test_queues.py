@@ -20,6 +20,7 @@ from penstock.registry.queues import (
     events_key,
     flow_key,
     idempotency_key,
+    is_derived,
     is_job_id,
     is_reply_key,
     job_time_ms,
@@ -157,7 +158,7 @@ def test_replies_go_to_streams_of_replies_only():
 
 
 def test_derived_ids_follow_from_name_and_number():
-    """Any process gives the same ids. They are UUIDs of the given time, and no two sets of jobs share one."""
+    """Any process gives the same ids. They are UUIDs of version 8 with the given time; no two sets share one."""
     made_ms = 1_700_000_000_123
     ids = [DerivedIds("minilm", "batch_1", made_ms).of(number) for number in range(1000)]
     assert ids == [DerivedIds("minilm", "batch_1", made_ms).of(number) for number in range(1000)]
@@ -168,5 +169,8 @@ def test_derived_ids_follow_from_name_and_number():
     assert len(found) == 1000 + len(others)
     for job_id in ids:
         slot, local = split_job_id(job_id)
-        assert (slot, uuid.UUID(local).version, uuid.UUID(local).variant) == ("minilm", 7, uuid.RFC_4122)
+        assert (slot, uuid.UUID(local).version, uuid.UUID(local).variant) == ("minilm", 8, uuid.RFC_4122)
         assert job_time_ms(job_id) == made_ms
+        assert is_derived(job_id)
+    assert not is_derived(new_job_id("minilm"))
+    assert not is_derived("minilm.8")
