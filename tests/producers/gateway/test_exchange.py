@@ -50,13 +50,18 @@ def test_a_body_that_does_not_come_is_refused():
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_cancelled_task_is_no_slow_client(is_late: bool):
+def test_a_cancelled_task_is_no_slow_client(is_late: bool, monkeypatch: pytest.MonkeyPatch):
     """A server that stops cancels its requests. That is not taken for the end of their time, also if both come."""
 
     async def run() -> None:
         timers: list[Callable[[], object]] = []
         loop = asyncio.get_running_loop()
-        loop.call_later = lambda _, end: timers.append(end) or loop.call_soon(lambda: None)  # type: ignore[method-assign]
+
+        def call_later(_: float, end: Callable[[], object]) -> asyncio.Handle:
+            timers.append(end)
+            return loop.call_soon(lambda: None)
+
+        monkeypatch.setattr(loop, "call_later", call_later)
         reading = asyncio.ensure_future(exchange_of(asyncio.Queue(), client_timeout_s=60.0).body())
         await asyncio.sleep(0)
         if is_late:
