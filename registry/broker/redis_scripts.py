@@ -203,6 +203,8 @@ def _receipt(slot: str, job_id: str, answer: bytes) -> Receipt:
         return Receipt("known", f"{slot}.{rest}")
     if letter == b"c":
         return Receipt("conflict", job_id)
+    if letter == b"e":
+        return Receipt("exists", job_id)
     return Receipt(_REFUSALS[letter], job_id, int(rest) / 1000)
 
 
