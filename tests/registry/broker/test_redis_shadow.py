@@ -119,6 +119,24 @@ def test_old_pairs_expire(end: RedisShadow, slot: str):
     assert end.state(slot).flow["bytes"] == "0"
 
 
+def test_old_pairs_leave_faster_than_new_ones_come(end: RedisShadow, slot: str):
+    """A queue that was not read for long becomes shorter with each call of the mirror."""
+    order = started(end, slot)
+    for _ in range(3):
+        end.mirror(order, [b"old"] * 32)
+    short = ShadowOrder(order.id, slot, "1", 1.0, order.until_ms, pair_ttl_ms=1)
+    wait_until(lambda: end.server_ms() > _last_ms(end, order) + 1, 30, "they are too old")
+    end.mirror(short, [b"new"] * 32)
+    assert end.state(slot).pairs < 96
+    assert int(end.state(slot).flow["expired"]) > 32
+
+
+def _last_ms(end: RedisShadow, order: ShadowOrder) -> int:
+    """When the last pair was mirrored."""
+    (entry_id, _), *_ = end._run(["XREVRANGE", shadow_key(order.model), "+", "-", "COUNT", 1])
+    return int(entry_id.partition(b"-")[0])
+
+
 def started_again(end: RedisShadow, order: ShadowOrder, **more: int) -> ShadowOrder:
     """Another shadow of the same model."""
     end.stop(order.model)
