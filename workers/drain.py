@@ -194,7 +194,7 @@ class Drain:
         self.parts.executor.start()
         self.leases.start()
         if self.parts.arm_breakers is not None:
-            self.parts.arm_breakers.start()
+            self.parts.arm_breakers.shared.start()
         self._thread.start()
         self._is_ready = True
         self.parts.metrics.ready(True)
@@ -205,7 +205,7 @@ class Drain:
         if self._thread.ident is not None:
             self.leases.stop(1.0)
             if self.parts.arm_breakers is not None:
-                self.parts.arm_breakers.stop(1.0)
+                self.parts.arm_breakers.shared.stop(1.0)
             self.parts.executor.stop()
             self.parts.events.stop()
             if not self._thread.is_alive():
