@@ -8,8 +8,8 @@
 --       then per job: sealed and, if there are several kinds, the number of its kind,
 --       then per job with a webhook: the number of the job, the target
 -- Returns per job: 'a' accepted, 'e' the id exists and its reply does not go to this client, 'k<local id>' the first job
---       of the idempotency key answers, 'c' conflict, 'f<retry ms>' queue full, 't<retry ms>' the tenant has too many jobs in flight, 'm<retry ms>' the server is
---       short of memory.
+--       of the idempotency key answers, 'c' conflict, 'f<retry ms>' queue full, 't<retry ms>' the tenant has too many
+--       jobs in flight, 'm<retry ms>' the server is short of memory.
 local max_depth, tenant_max, ttl, count = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
 local kinds, idempotent = tonumber(ARGV[7]), tonumber(ARGV[8])
 local depths, in_flight, accepted, used = {}, {}, {}, {}
