@@ -106,13 +106,14 @@ class AsyncClient(
         refused: Refused = None,
         timeout_s: float | None = None,
         untaken: Untaken = None,
+        job_ids: Sequence[str] | None = None,
     ) -> list[AsyncJobHandle]:
         spec = await self._spec(model, options.version)
         found: Mapping[int, CachedAnswer] = {}
         if self._lookups is not None:
             items = list(items)
             found = await self._look_up_all(self._lookups, spec, items, options)
-        with self._submit_run(spec, items, options, first_index, refused, timeout_s, found, untaken) as run:
+        with self._submit_run(spec, items, options, first_index, refused, timeout_s, found, untaken, job_ids) as run:
             while chunk := run.next_chunk():
                 receipts = await self._broker.publish(model, chunk, self._limits)
                 if pause_s := run.settle(receipts, time.monotonic()):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Protocol, Sel
 from penstock.producers.job_state import HandleCore, JobState, ResultPolicy, checked_timeout, positive_timeout
 from penstock.producers.rows import MAP_WINDOW, MapOrder, MapRun, OnError, RowShape
 from penstock.producers.stack_start import LONGEST_START_S, StackStart
-from penstock.producers.submission import ItemIndex, SubmitRun, accepted, with_keys
+from penstock.producers.submission import ItemIndex, SubmitRun, accepted, is_elsewhere, with_keys
 from penstock.producers.unusable import closed
 from penstock.registry import stack_file
 from penstock.registry.admission import JobBuilder, SpecCache, SubmitOptions, limits_of
@@ -400,7 +400,7 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         if receipt.outcome == "accepted":
             return handle
         job_id = accepted(receipt, model)
-        return handle if job_id == handle._state.id else self._known(job_id, handle.tenant)
+        return self._known(job_id, handle.tenant) if is_elsewhere(receipt, handle._state.id) else handle
 
     def _submit_run(
         self,
@@ -412,12 +412,16 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         timeout_s: float | None,
         found: Mapping[int, CachedAnswer],
         untaken: Untaken = None,
+        job_ids: Sequence[str] | None = None,
     ) -> SubmitRun[Handle]:
-        """found: the answers of the shared cache, by the place of the item. untaken: see SubmitRun."""
+        """found: the answers of the shared cache, by the place of the item. untaken: see SubmitRun. job_ids: see
+        JobBuilder.build_many."""
         timeout_s = checked_timeout(timeout_s, "timeout_s")
         deadline = inf if timeout_s is None else time.monotonic() + timeout_s
         reply = self._reader.address(spec.name)
-        jobs = self._builder.build_many(spec, items, options, reply=reply, first_index=first_index, refused=refused)
+        jobs = self._builder.build_many(
+            spec, items, options, reply=reply, first_index=first_index, refused=refused, job_ids=job_ids
+        )
         index_of = ItemIndex(first_index, refused or ())
         answered: dict[int, Handle] = {}
         if found:

@@ -264,24 +264,20 @@ class JobState(msgspec.Struct, eq=False, weakref=True):
 
     def outputs(self) -> dict[str, Array]:
         """The outputs by name. Raises the JobFailed that ended the job, and as `opened` does."""
+        return self.answer()[0]
+
+    def answer(self) -> tuple[dict[str, Array], str]:
+        """The outputs, and the version that answered. Raises as `outputs` does."""
         record, matcher = self.record, self.policy.matcher
         if self.outcome is None and record is not None:
-            if (found := matcher.outputs(self.id, self.tenant, record.result)) is not None:
+            if (found := matcher.answer(self.id, self.tenant, record.result)) is not None:
                 return found
             outcome = self.opened()
             outputs = outcome.outputs()
             matcher.learn(outcome.header, record.result)
-            return outputs
-        return self.opened().outputs()
-
-    def answer(self) -> tuple[dict[str, Array], str]:
-        """The outputs, and the version that answered. Raises as `outputs` does."""
-        outputs, record = self.outputs(), self.record
-        if self.outcome is None and record is not None:
-            version = self.policy.matcher.version_of(record.result)
-            if version is not None:
-                return outputs, version
-        return outputs, self.opened().header.version
+            return outputs, outcome.header.version
+        outcome = self.opened()
+        return outcome.outputs(), outcome.header.version
 
     def arm(self, quality: float) -> ResultHeader | None:
         """The header of the result that this quality rates; None: no experiment divided the job.

@@ -41,7 +41,8 @@ SILENCE_S: Final = 1.0
 RECORDS_AT_ONCE: Final = 256
 ALL_ENTRIES: Final = 1_000_000
 """A count that no event stream reaches."""
-_TRIM_EVERY: Final = 64
+_TRIM_EVERY: Final = 128
+"""A trim is a round trip of its own, for which a lone job waits."""
 _SWEEP_FROM: Final = 1024
 """From this number of pending replies on, the router removes those without a handle; then again at twice the rest."""
 

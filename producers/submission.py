@@ -28,12 +28,14 @@ from penstock.registry.errors import (
 from penstock.registry.unrun import CANCELLED, EXPIRED, unrun_result
 
 __all__ = [
+    "HAVE_JOB",
     "ItemIndex",
     "SubmitRun",
     "accepted",
     "cancellation",
     "chunks",
     "expiry",
+    "is_elsewhere",
     "log_accepted",
     "logger",
     "with_keys",
@@ -48,6 +50,8 @@ _NO_ROOM: Final = {
     "tenant-full": "The tenant has reached its limit of jobs in flight",
     "memory": "The broker is short of memory",
 }
+HAVE_JOB: Final = frozenset({"accepted", "exists", "known"})
+"""The outcomes of a publication that has a job, be it an earlier one."""
 logger = logging.getLogger("penstock.client")
 
 Item = TypeVar("Item")
@@ -66,7 +70,7 @@ def expiry(job_id: str, tenant: str, keyring: Keyring) -> bytes:
 
 def accepted(receipt: Receipt, model: str) -> str:
     """The id of the job that answers for a publication. Raises QueueFull or IdempotencyConflict."""
-    if receipt.outcome in ("accepted", "known"):
+    if receipt.outcome in HAVE_JOB:
         return receipt.job_id
     if receipt.outcome == "conflict":
         raise _conflict()
@@ -74,6 +78,11 @@ def accepted(receipt: Receipt, model: str) -> str:
     raise QueueFull(
         f"{reason} (model {model}). Expected a retry after {receipt.retry_after_s:.2f} s", receipt.retry_after_s
     )
+
+
+def is_elsewhere(receipt: Receipt, job_id: str) -> bool:
+    """Whether a publication with this id has a job whose reply does not come to its client."""
+    return receipt.outcome == "exists" or (receipt.outcome == "known" and receipt.job_id != job_id)
 
 
 def _conflict() -> IdempotencyConflict:
@@ -215,12 +224,12 @@ class SubmitRun(Generic[Handle]):
             return 0.0
         refused: list[tuple[int, Publication, Receipt]] = []
         for place, job, receipt in zip(places, waiting, receipts, strict=True):
-            if receipt.outcome == "known" and receipt.job_id != job.job_id:
+            if is_elsewhere(receipt, job.job_id):
                 self._handles[place] = self._find(receipt.job_id, job.tenant)
             elif receipt.outcome == "conflict" and self._untaken is not None:
                 self._untaken[self._index(place)] = _conflict()
                 self._conflicts.add(place)
-            elif receipt.outcome not in ("accepted", "known"):
+            elif receipt.outcome not in HAVE_JOB:
                 refused.append((place, job, receipt))
         self._waiting, self._places = [job for _, job, _ in refused], [place for place, _, _ in refused]
         return self._pause_s([receipt for _, _, receipt in refused], now) if refused else 0.0
@@ -268,5 +277,5 @@ class SubmitRun(Generic[Handle]):
 def log_accepted(receipts: Sequence[Receipt], model: str) -> None:
     """One line for each accepted job, at DEBUG. Ask `logger.isEnabledFor` first: most programs log no job."""
     for receipt in receipts:
-        if receipt.outcome in ("accepted", "known"):
+        if receipt.outcome in HAVE_JOB:
             logger.debug("job submitted", extra={"job_id": receipt.job_id, "model": model})

@@ -13,7 +13,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from itertools import product
+from itertools import product, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -25,7 +25,14 @@ from penstock.registry.envelope import JobHeader, Keyring, Options, Retry, seal
 from penstock.registry.errors import DeadlineExceeded, InvalidInput, UnknownModel, described
 from penstock.registry.idempotency import KeyDigests, checked_key, fingerprint_state
 from penstock.registry.job_template import JobTemplate
-from penstock.registry.queues import DEFAULT_ENDPOINT, PriorityName, new_job_id, parse_name, parse_priority
+from penstock.registry.queues import (
+    DEFAULT_ENDPOINT,
+    PriorityName,
+    job_time_ms,
+    new_job_id,
+    parse_name,
+    parse_priority,
+)
 from penstock.registry.tensors import Array, Tensor, encode, encoded_size
 
 if TYPE_CHECKING:
@@ -212,20 +219,23 @@ class JobBuilder:
         reply: str = "",
         first_index: int = 0,
         refused: dict[int, InvalidInput] | None = None,
+        job_ids: Sequence[str] | None = None,
     ) -> list[Publication]:
         """One sealed job for each pair of inputs and idempotency key. The options are checked once.
 
         Raises as `build` does. An error in one item names its index, which counts from `first_index`.
         items: an InvalidInput in the place of inputs is the error of its item.
         refused: takes the errors by index, in place of raising them. Their items are left out.
+        job_ids: the id of each item's job, from DerivedIds. None: new ones.
         """
         template = self._template(spec, options, reply)
         publications: list[Publication] = []
-        for index, (inputs, key) in enumerate(items, first_index):
-            job = template.build(inputs, key, options.account)
+        ids = repeat("") if job_ids is None else job_ids
+        for index, ((inputs, key), job_id) in enumerate(zip(items, ids, strict=job_ids is not None), first_index):
+            job = template.build(inputs, key, options.account, job_id)
             if job is None:
                 try:
-                    job = self._built(template, inputs, key, options.account)
+                    job = self._built(template, inputs, key, options.account, job_id)
                 except InvalidInput as error:
                     refusal = InvalidInput(f"Item {index}: {error}")
                     if refused is None:
@@ -328,7 +338,8 @@ class JobBuilder:
             account=account if spec.generate is not None else "",
         )
         sealed = seal("job", header, body, self.keyring)
-        if not job_id:
+        # The ids of a template have one length: that of a UUID. A Celery task may have any.
+        if not job_id or job_time_ms(job_id) is not None:
             template.learn(header, sealed, len(body))
         target = self._target(shared.options.webhook, header.id) if shared.options.webhook else ""
         return Publication(

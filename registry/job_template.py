@@ -82,10 +82,11 @@ class JobTemplate:
             self._dtype = DTYPES[declared.dtype]
             self._is_finite = self._dtype.kind == "f" and not declared.allow_nan
 
-    def build(self, inputs: object, key: object = None, account: str = "") -> Publication | None:
+    def build(self, inputs: object, key: object = None, account: str = "", job_id: str = "") -> Publication | None:
         """One sealed job. None: of an unknown shape, or perhaps bad inputs or a bad key.
 
-        key: the idempotency key. account: the id of the API key that pays.
+        key: the idempotency key. account: the id of the API key that pays. job_id: one of DerivedIds; empty: a new
+        one.
         """
         # The exact types only: a subclass may give other bytes, or another answer at the next question.
         if type(inputs) is not dict or len(inputs) != 1:
@@ -98,7 +99,7 @@ class JobTemplate:
         if edges is None or (self._is_finite and not isfinite(np.vdot(values, values))):
             return None
         header = self.header
-        job_id = new_job_id(header.model)
+        job_id = job_id or new_job_id(header.model)
         body = values.tobytes()
         digest = fingerprint = ""
         if not isinstance(edges, _KeyedEdges):

@@ -3,11 +3,13 @@
 A slot is the name of a model as the hash tag of its keys, `{model}`; it is not a hash slot of Redis. All keys of one
 script have the same hash tag, so that a script stays on one node of a Redis Cluster.
 A job id is `<model>.<uuid7>`: it contains the slot of its keys and the time at which it was made. By its age, a
-result that has expired is told from a job that never existed.
+result that has expired is told from a job that never existed. The jobs of a batch have ids that follow from the batch:
+see DerivedIds.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import time
@@ -26,6 +28,7 @@ __all__ = [
     "MODELS_KEY",
     "WEBHOOKS_KEY",
     "WORKERS_KEY",
+    "DerivedIds",
     "Priority",
     "PriorityName",
     "active_key",
@@ -37,6 +40,7 @@ __all__ = [
     "experiment_key",
     "flow_key",
     "idempotency_key",
+    "is_derived",
     "is_job_id",
     "is_reply_key",
     "job_id_pattern",
@@ -93,7 +97,7 @@ WORKERS_KEY: Final = "penstock:workers"
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
 _LOCAL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_:-]{0,127}\Z")
-_UUID7 = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}\Z")
+_TIMED = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[78][0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}\Z")
 
 
 PriorityName = Literal["critical", "high", "normal", "low"]
@@ -149,6 +153,29 @@ def new_job_id(model: str) -> str:
     return f"{model}.{begins}{random[:3]}-{_VARIANT[random[3]]}{random[4:7]}-{random[7:19]}"
 
 
+class DerivedIds:
+    """Job ids that follow from a name and a number, so that a process which repeats its work names the same jobs.
+
+    model: of the jobs. name: no two sets of jobs have the same. made_ms: when the set was made, in Unix ms. An id is a
+    UUIDv8: that time, as in a UUIDv7, and a hash.
+    """
+
+    __slots__ = ("_begins", "_hash")
+
+    def __init__(self, model: str, name: str, made_ms: int) -> None:
+        digits = f"{made_ms:012x}"
+        self._begins = f"{model}.{digits[:8]}-{digits[8:]}-8"
+        # Names of models hold no NUL. Clients know the jobs of all models by their local ids alone.
+        self._hash = hashlib.blake2b(f"{model}\0{name}\0".encode(), digest_size=10)
+
+    def of(self, number: int) -> str:
+        """The id of the job with this number."""
+        state = self._hash.copy()
+        state.update(b"%d" % number)
+        digits = state.hexdigest()
+        return f"{self._begins}{digits[:3]}-{_VARIANT[digits[3]]}{digits[4:7]}-{digits[7:19]}"
+
+
 _begun: tuple[int, str] = -1, ""
 """How the ids of the last millisecond begin. One assignment changes both: any thread makes ids."""
 _VARIANT: Final = {digit: "89ab"[int(digit, 16) & 3] for digit in "0123456789abcdef"}
@@ -192,9 +219,17 @@ def job_id_pattern(slot: str) -> re.Pattern[bytes]:
 
 
 def job_time_ms(job_id: str) -> int | None:
-    """When the id was made, in Unix ms of its maker's clock; None for an id without a time."""
+    """When the id was made, in Unix ms of its maker's clock; None for an id without a time.
+
+    That is when the job was submitted, but for a derived id, whose job came later.
+    """
     local = job_id.rpartition(".")[2]
-    return int(local[:8] + local[9:13], 16) if _UUID7.match(local) else None
+    return int(local[:8] + local[9:13], 16) if _TIMED.match(local) else None
+
+
+def is_derived(job_id: str) -> bool:
+    """Whether an id with a time is one of DerivedIds."""
+    return job_id.rpartition(".")[2][14:15] == "8"
 
 
 def slot_of(job_id: str) -> str:
@@ -212,6 +247,7 @@ def stream_key(slot: str, priority: Priority) -> str:
     return f"infer.{{{slot}}}.{priority.label}"
 
 
+@lru_cache(maxsize=1024)
 def stream_keys(slot: str) -> tuple[str, str, str, str]:
     """The four streams of a slot, most urgent first; the index is a Priority."""
     critical, high, normal, low = (stream_key(slot, priority) for priority in Priority)

@@ -72,8 +72,11 @@ class ResultMatcher:
         self._layouts: dict[int, _Layout] = {}
         """By the end of the header."""
 
-    def outputs(self, job_id: str, tenant: str, sealed: bytes) -> dict[str, Array] | None:
-        """The outputs of a job of this tenant. None: the header is not known, or something may be wrong."""
+    def answer(self, job_id: str, tenant: str, sealed: bytes) -> tuple[dict[str, Array], str] | None:
+        """The outputs of a job of this tenant, and the version that answered.
+
+        None: the header is not known, or something may be wrong.
+        """
         stop = FIXED_BYTES + int.from_bytes(sealed[4:FIXED_BYTES], "little")
         layout = self._layouts.get(stop)
         if layout is None or len(sealed) > _MOST_BYTES:
@@ -93,7 +96,7 @@ class ResultMatcher:
         if not is_genuine or known.tenant != tenant:
             return None
         if not known.is_sealed:
-            return {known.name: np.ndarray(known.shape, known.dtype, sealed, stop)}
+            return {known.name: np.ndarray(known.shape, known.dtype, sealed, stop)}, known.version
         body_keys = self._keyring.body_keys
         if body_keys is None:
             return None
@@ -101,14 +104,7 @@ class ResultMatcher:
             plain = body_keys.open(memoryview(sealed)[stop:body_end], sealed[:stop])
         except PenstockError:
             return None
-        return {known.name: np.ndarray(known.shape, known.dtype, plain)}
-
-    def version_of(self, sealed: bytes) -> str | None:
-        """The version in a result that `outputs` has verified; None: its header is not known."""
-        stop = FIXED_BYTES + int.from_bytes(sealed[4:FIXED_BYTES], "little")
-        layout = self._layouts.get(stop)
-        known = None if layout is None else layout.headers.get(layout.rest(sealed, stop))
-        return None if known is None else known.version
+        return {known.name: np.ndarray(known.shape, known.dtype, plain)}, known.version
 
     def learn(self, header: ResultHeader, sealed: bytes) -> None:
         """Takes a result that was opened the plain way, with good outputs: later ones are compared with its header."""

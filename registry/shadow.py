@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import zlib
 from collections.abc import Callable
-from math import isfinite
+from math import ceil, isfinite
 from typing import Final, NamedTuple
 
 import msgspec
@@ -29,7 +30,7 @@ MAX_PAIR_BYTES: Final = 4 * 1024 * 1024
 CANARY_PAIRS: Final = 1500
 """Without an error in so many pairs, less than 5 % are left for a candidate that errs in one of 500 (0.998 ** 1500)."""
 _MAX_ORDER_BYTES: Final = 4096
-_HASH_BITS: Final = 64
+_HASH_MASK: Final = 0xFFFF_FFFF
 
 
 class ShadowOrder(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -112,15 +113,15 @@ def _context(model: str) -> str:
 def sampler(order: ShadowOrder) -> Callable[[str], bool]:
     """Whether a job is in the sample, by its id: every worker and every delivery of the job agree.
 
-    The keyed BLAKE2b (RFC 7693) of the id is compared with the share.
+    The CRC-32 of the id, times an odd number of the order (Knuth, TAOCP 3, section 6.4), is compared with the share.
+    Every answered job is asked about, and a cryptographic hash would cost four times as much.
     """
-    threshold = int(order.share * 2**_HASH_BITS)
-    salt = order.id.encode()[:16]
-    blake2b, size = hashlib.blake2b, _HASH_BITS // 8
+    digest = hashlib.blake2b(order.id.encode(), digest_size=8).digest()
+    factor, start = int.from_bytes(digest[:4], "big") | 1, int.from_bytes(digest[4:], "big")
+    threshold, crc32 = ceil(order.share * (_HASH_MASK + 1)), zlib.crc32
 
     def is_sampled(job_id: str) -> bool:
-        digest = blake2b(job_id.encode(), digest_size=size, salt=salt).digest()
-        return int.from_bytes(digest, "big") < threshold
+        return (crc32(job_id.encode(), start) * factor & _HASH_MASK) < threshold
 
     return is_sampled
 
@@ -134,7 +135,9 @@ class ShadowPair(NamedTuple):
 
     def seal(self, keyring: Keyring) -> bytes:
         """The envelope, signed and encrypted as the keyring says."""
-        header = msgspec.structs.replace(self.header, key=keyring.signing_id, is_sealed=keyring.seals)
+        header = self.header
+        if (header.key, header.is_sealed) != (keyring.signing_id, keyring.seals):
+            header = msgspec.structs.replace(header, key=keyring.signing_id, is_sealed=keyring.seals)
         return seal("pair", header, b"".join((self.encoded_inputs, self.encoded_outputs)), keyring)
 
     @classmethod

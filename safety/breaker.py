@@ -13,7 +13,7 @@ reported, so that a closed breaker costs no write; a candidate that fails one ba
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -193,6 +193,15 @@ class LocalBreakers:
         """The records of a model as they were read last, by name."""
         copy = self._copies.get(model)
         return copy.records if copy else {}
+
+    def has_read(self, model: str) -> bool:
+        """Whether there is a copy of this model's breakers, however old."""
+        return model in self._copies
+
+    def keep(self, models: Collection[str]) -> None:
+        """Forget the copies of all other models: nobody reads them any more, and they are not as they were."""
+        for model in [model for model in self._copies if model not in models]:
+            del self._copies[model]
 
     def hold_back(self, name: str) -> None:
         """Admit the optimisation no more. The store is asked to open its breaker; `take` has the answer."""

@@ -51,9 +51,8 @@ _UNITS: Final = (
     "producers",
     "workers/levels workers/runtime workers/compilation workers/frameworks",
     "workers/versions",
-    "conformance",
+    "conformance benchmarks",
     "simulation architecture",
-    "benchmarks",
 )
 """The longest first; what is in none of them is the last unit."""
 _NOT_BETWEEN_EDITS: Final = (

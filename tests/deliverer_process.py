@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,4 +31,4 @@ class DelivererProcess(Process):
 
     def launch(self) -> None:
         """Start it without waiting."""
-        self._spawn([sys.executable, "-m", "penstock", "webhooks", "run"], self._environment)
+        self._run("penstock", ["webhooks", "run"], self._environment)

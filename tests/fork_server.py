@@ -1,4 +1,4 @@
-"""Python processes that need not import what every worker imports: forks of one process that has done so.
+"""Python processes that need not import what every worker or gateway imports: forks of one process that has done so.
 
     ForkServer.run(module, arguments) -- request --> fork --> `python -m module arguments`
     ForkedProcess.poll, wait <-- pid and exit status ------'
@@ -53,9 +53,11 @@ _IMPORTED: Final = (
         "penstock.workers.observe.probe",
     ),
     *("penstock.workers.levels.optimizer", "penstock.workers.runtime.python_entrypoint"),
+    *("penstock.compose.cli", "penstock.producers.gateway.application", "penstock.producers.gateway.server", "uvloop"),
+    "penstock.producers.gateway.rpc.server",
 )
-"""What a worker imports, as far as it reads neither environment nor settings and is no framework. One that is missing
-here costs time, and nothing else."""
+"""What a worker and a gateway import, as far as it reads neither environment nor settings and is no framework. One that
+is missing here costs time, and nothing else."""
 _MESSAGE_BYTES: Final = 1 << 18
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -41,7 +40,7 @@ class GatewayProcess(Process):
 
     def start(self) -> GatewayProcess:
         """Starts it, and waits until it answers."""
-        self.launch(sys.executable, "-m", "penstock", "serve", "--port", "0", *self._options)
+        self._run("penstock", ["serve", "--port", "0", *self._options], self._environment)
         self.url = wait_until(self._listens, 60, "the gateway says where it listens")
         if self.url.startswith("http"):
             wait_until(self.answers, 60, "the gateway answers")

@@ -10,7 +10,7 @@ import os
 import select
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
@@ -299,13 +299,15 @@ class Claimer:
         if not deliveries:
             self._empty.update(claim.slot for claim in claims)
             return
-        found = Counter(delivery.slot for delivery in deliveries)
+        found: dict[str, int] = {}
+        for delivery in deliveries:
+            found[delivery.slot] = found.get(delivery.slot, 0) + 1
         sizes = [len(delivery.sealed) for delivery in deliveries]
         nbytes = sum(sizes)
         self._largest = max(self._largest * 7 // 8, *sizes)
         for claim in claims:
             # The bytes of all models: a claim that may have ended for want of bytes has not seen its queue empty.
-            if found[claim.slot] < claim.credit and nbytes < claim.credit_bytes:
+            if found.get(claim.slot, 0) < claim.credit and nbytes < claim.credit_bytes:
                 self._empty.add(claim.slot)
             else:
                 self._empty.discard(claim.slot)

@@ -65,6 +65,9 @@ _IDLE_S: Final = 0.001
 """The sleep of an idle worker that has not left its blocking claim yet."""
 _DEFERRED_S: Final = 0.1
 """How long deferred dead letters may wait for a moment in which there is nothing else to do."""
+_REPORT_S: Final = 0.001
+"""How long reports wait for the next job: it must not wait for them, and they fit in while the broker takes its
+result."""
 _SHORTEST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 """How long to leave a broker alone that does not answer; doubled each time, between these."""
@@ -160,6 +163,8 @@ class Drain:
         self._ticked = self._deferred_since = self._refuse_at = clock()
         self._pause_s = _SHORTEST_PAUSE_S
         self._is_ready = False
+        self._has_settled = False
+        """Whether this turn has settled jobs."""
         self._thread = threading.Thread(target=self._run, name="drain", daemon=True)
         self.leases: Final = LeaseKeeper(
             parts.broker,
@@ -189,7 +194,7 @@ class Drain:
         self.parts.executor.start()
         self.leases.start()
         if self.parts.arm_breakers is not None:
-            self.parts.arm_breakers.start()
+            self.parts.arm_breakers.shared.start()
         self._thread.start()
         self._is_ready = True
         self.parts.metrics.ready(True)
@@ -200,7 +205,7 @@ class Drain:
         if self._thread.ident is not None:
             self.leases.stop(1.0)
             if self.parts.arm_breakers is not None:
-                self.parts.arm_breakers.stop(1.0)
+                self.parts.arm_breakers.shared.stop(1.0)
             self.parts.executor.stop()
             self.parts.events.stop()
             if not self._thread.is_alive():
@@ -297,7 +302,7 @@ class Drain:
         return 0.0
 
     def _serve(self) -> None:
-        parts = self.parts
+        parts, self._has_settled = self.parts, False
         self._completer.collect(parts.executor.take_done())
         parts.releaser.add_interrupted(parts.executor.take_interrupted())
         self._apply_lease_updates()
@@ -316,7 +321,7 @@ class Drain:
             self._dispatch()
         if not parts.stop.is_set:
             parts.claimer.arm()
-        if not self._is_exchange_near:
+        if not (self._is_exchange_near or (self._has_settled and self.is_at_rest)):
             self._tell()
         self._dead_letter_deferred()
 
@@ -325,7 +330,8 @@ class Drain:
         now = self._clock()
         if self.is_at_rest:
             # However short that limit is, a worker that sleeps makes progress.
-            return max(0.0, min(self.parts.claimer.next_wakeup() - now, self._limits.progress_s / 2))
+            longest_s = _REPORT_S if self.parts.telemetry.has_work else self._limits.progress_s / 2
+            return max(0.0, min(self.parts.claimer.next_wakeup() - now, longest_s))
         return _sleep_s(self.parts, now)
 
     @property
@@ -434,7 +440,12 @@ class Drain:
         self._completer.collect(self.parts.executor.take_done())
 
     def _meanwhile(self) -> None:
-        """What no job waits for: done while the broker answers an exchange."""
+        """What no answer waits for: done while the broker answers an exchange.
+
+        First the next blocking claim. A client may have its answer, and send its next job, before this thread has.
+        """
+        if not (self.parts.stop.is_set or self.parts.scheduler.unhealthy_reason):
+            self.parts.claimer.arm()
         self._completer.keep_answers()
         self._tell()
 
@@ -473,6 +484,7 @@ class Drain:
         if commits:
             settlement = self._completer.settle(statuses, begun)
             self.parts.telemetry.add(settlement)
+            self._has_settled = True
             if self.parts.mirror.is_active:
                 self.parts.mirror.offer(settlement)
         self._admit(deliveries)

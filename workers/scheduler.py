@@ -37,6 +37,8 @@ _STALL_S: Final = 1.0
 _SHORT_S: Final = 0.001
 _MOST_ROWS_HERE: Final = 4
 """A batch and a forward up to these may run on the I/O thread."""
+_INTERRUPTED_S: Final = 0.02
+"""A short forward may take so long once: the system stops any thread for a few turns of other processes."""
 _POLL_ROUNDING_S: Final = 0.0005
 """`poll` counts whole milliseconds and may return early: aim behind the moment at which a batch is due."""
 
@@ -89,28 +91,32 @@ class Scheduler:
                 return expired
             idle = self._executor.idle
         while idle >= 0 and (run := self.next_run(expired, is_idle=idle > 0)) is not None:
-            self._submit(run, is_idle=idle > 0)
+            if self._submit(run, is_idle=idle > 0):
+                break
             idle = self._executor.idle
         return expired
 
-    def _submit(self, run: BatchRun, *, is_idle: bool) -> None:
+    def _submit(self, run: BatchRun, *, is_idle: bool) -> bool:
+        """Whether the run was one for this thread, and has ended: then no other job waits."""
         self._listener.started([item.job.header for item in run.batch.items], time.time())
         if is_idle and self._runs_here(run):
             self._executor.run_here(run)
-            return
+            return True
         self._executor.submit(run, prepare_apart=run.version.policy.tokenises and not is_idle)
+        return False
 
     def _runs_here(self, run: BatchRun) -> bool:
         """Whether the I/O thread runs a batch itself: two hand-overs between threads take longer than a short forward.
 
         Only where nothing else can happen meanwhile: there is one model thread, no other job waits, and the forwards of
-        late were short. If this one hangs, the watchdog ends the process; see Drain.unhealthy_reason.
+        late were short but for one. If this one hangs, the watchdog ends the process; see Drain.unhealthy_reason.
         """
         version = run.version
         return (
             run.batch.rows <= _MOST_ROWS_HERE
             and self._executor.threads == 1
-            and version.queue.longest_forward_s < _SHORT_S
+            and version.queue.usual_forward_s < _SHORT_S
+            and version.queue.longest_forward_s < _INTERRUPTED_S
             and run.open_stream is None
             and not run.is_as_built
             and run.model.runtime.may_change_threads

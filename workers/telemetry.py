@@ -63,6 +63,11 @@ class BatchTelemetry:
         """These jobs are committed."""
         self._settlements.append(settlement)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a settlement waits for `flush`."""
+        return bool(self._settlements)
+
     def flush(self) -> None:
         """Report what was added since the last call."""
         for access, count in self._answers.take_accesses().items():

@@ -15,16 +15,24 @@ import numpy as np
 from penstock.registry import codecs
 from penstock.registry.admission import SpecCache
 from penstock.registry.broker.base import FleetEnd
+from penstock.registry.package.generation import SAMPLING
 from penstock.registry.tensors import Array
 
 __all__ = ["codec_of", "read", "written"]
 
 
 def read(inputs: Mapping[str, object]) -> dict[str, object]:
-    """Nested lists unchanged; objects with dtype, shape and base64 as arrays. Raises InvalidInput."""
+    """Nested lists unchanged; objects with dtype, shape and base64 as arrays. Raises InvalidInput.
+
+    An object of sampling fields is unchanged, too: the client makes JSON of it.
+    """
     return {
-        name: codecs.read_array(name, value) if isinstance(value, Mapping) else value for name, value in inputs.items()
+        name: codecs.read_array(name, value) if _is_tensor(name, value) else value for name, value in inputs.items()
     }
+
+
+def _is_tensor(name: str, value: object) -> bool:
+    return isinstance(value, Mapping) and (name != SAMPLING or "dtype" in value)
 
 
 def codec_of(broker: FleetEnd, models_root: Path, model: str, version: str) -> codecs.Codec:

@@ -19,7 +19,7 @@ from penstock.producers.job_state import END_NAMES
 from penstock.registry.broker.base import Broker, DeadLetter, JobRecord, State
 from penstock.registry.envelope import Failure, JobHeader, Keyring, verify_job, verify_result
 from penstock.registry.errors import BadSignature, Corrupt, ResultGone, UnknownJob
-from penstock.registry.queues import job_time_ms, slot_of
+from penstock.registry.queues import is_derived, job_time_ms, slot_of
 from penstock.safety.privacy import InputRedactor
 
 __all__ = ["describe", "lines"]
@@ -100,7 +100,8 @@ def _submission(header: JobHeader | None, accepted_ms: int) -> dict[str, Any]:
 def _ended(job_id: str, record: JobRecord, keyring: Keyring) -> dict[str, Any]:
     """From the header of a result. It has durations only, and no priority and no deadline. No data key is needed.
 
-    The time of submission is in the id, by the client's clock; the times of the forward are reckoned from there.
+    The time of submission is in the id, by the client's clock; the times of the forward are reckoned from there. The
+    ids of a batch do not tell it.
     """
     header = verify_result(record.result, keyring)
     if header.id != job_id:
@@ -115,7 +116,7 @@ def _ended(job_id: str, record: JobRecord, keyring: Keyring) -> dict[str, Any]:
     }
     facts.update({name: value for name, value in named.items() if value})
     facts.update(attempt=header.attempt, is_cached=header.is_cached, queue_ms=round(timings.queue_ms, 3))
-    submitted_ms = job_time_ms(header.id)
+    submitted_ms = None if is_derived(header.id) else job_time_ms(header.id)
     if submitted_ms is not None:
         facts["submitted_ms"] = submitted_ms
     if header.batch_size:

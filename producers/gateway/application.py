@@ -13,6 +13,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 from ipaddress import ip_address
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
@@ -271,11 +272,17 @@ def _address(exchange: Exchange, header: bytes) -> str:
 def _is_remote(scope: Scope) -> bool:
     """Whether the connection came to another address of this machine than the loopback."""
     server = scope.get("server")
+    return server is not None and not _is_local(server[0])
+
+
+@lru_cache(maxsize=64)
+def _is_local(host: str) -> bool:
+    """Whether an address of this machine is of the loopback, or none at all."""
     try:
-        return server is not None and not ip_address(server[0]).is_loopback
+        return ip_address(host).is_loopback
     except ValueError:
         # A name, or the path of a socket in the file system.
-        return False
+        return True
 
 
 async def _answer(error: Exception, route: Route | None, exchange: Exchange) -> None:

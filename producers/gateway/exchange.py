@@ -8,8 +8,9 @@ A client that has gone is noticed while a route waits: see `watch`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any, Final, NamedTuple, TypeAlias
 from urllib.parse import parse_qsl, unquote_plus
 
@@ -71,7 +72,6 @@ class Exchange:
     """
 
     __slots__ = (
-        "_is_gone",
         "_limits",
         "_receive",
         "_send",
@@ -100,7 +100,6 @@ class Exchange:
         """Of the answer, once its head was sent."""
         self.has_begun = False
         """Whether the head of the answer was sent: then no other answer can be."""
-        self._is_gone = False
         self._receive = receive
         self._send = send
         self._limits = limits
@@ -131,7 +130,7 @@ class Exchange:
         if declared is not None and (not declared.isdigit() or len(declared) > 18 or int(declared) > most):
             raise _too_long(most)
         try:
-            async with asyncio.timeout(self._limits.client_timeout_s):
+            with _Limit(self._limits.client_timeout_s):
                 return await self._read(most)
         except TimeoutError:
             raise self._too_slow() from None
@@ -211,44 +210,81 @@ class Exchange:
         async with asyncio.timeout(self._limits.client_timeout_s):
             await self._send({"type": "http.response.body", "body": b""})
 
-    @contextmanager
-    def watch(self) -> Iterator[None]:
+    def watch(self) -> AbstractContextManager[None]:
         """Inside of the block the end of the connection ends the task's wait. The body has been read before.
 
         Raises ClientGone.
         """
-        task = asyncio.current_task()
-        loop = asyncio.get_running_loop()
-        watcher: asyncio.Task[None] | None = None
-
-        def begin() -> None:
-            nonlocal watcher
-            watcher = loop.create_task(self._await_end(task))
-
-        timer = loop.call_later(_WATCH_AFTER_S, begin)
-        try:
-            yield
-        except asyncio.CancelledError:
-            if not self._is_gone or task is None:
-                raise
-            task.uncancel()
-            raise ClientGone from None
-        finally:
-            timer.cancel()
-            if watcher is not None:
-                watcher.cancel()
-
-    async def _await_end(self, task: asyncio.Task[Any] | None) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._is_gone = True
-        if task is not None:
-            task.cancel()
+        return _Watch(self._receive)
 
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.has_begun, self.status = True, status
         told = [*self.about, *headers_of(self.entry.readings), *headers]
         await self._send({"type": "http.response.start", "status": status, "headers": told})
+
+
+class _Limit:
+    """`asyncio.timeout`, which costs a request three times as much. Most bodies are there already."""
+
+    __slots__ = ("_cancelling", "_is_over", "_seconds", "_task", "_timer")
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._is_over = False
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("A time-out needs a task")
+        self._task, self._cancelling = task, task.cancelling()
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._end)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        # Another one may have cancelled the task, too, and that goes on.
+        if self._is_over and self._task.uncancel() <= self._cancelling and isinstance(error, asyncio.CancelledError):
+            raise TimeoutError from None
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._task.cancel()
+
+
+class _Watch:
+    """See Exchange.watch. A class: each prediction enters it, and a generator takes twice as long."""
+
+    __slots__ = ("_is_gone", "_receive", "_task", "_timer", "_watcher")
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._is_gone = False
+        self._watcher: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        self._timer = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, self._begin)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._is_gone and self._task is not None and isinstance(error, asyncio.CancelledError):
+            self._task.uncancel()
+            raise ClientGone from None
+
+    def _begin(self) -> None:
+        self._watcher = asyncio.get_running_loop().create_task(self._await_end())
+
+    async def _await_end(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._is_gone = True
+        if self._task is not None:
+            self._task.cancel()
 
 
 def take_query_key(scope: Scope) -> str:

@@ -83,6 +83,7 @@ class GatewayClient(AsyncClient):
         refused: Refused = None,
         timeout_s: float | None = None,
         untaken: Untaken = None,
+        job_ids: Sequence[str] | None = None,
     ) -> list[AsyncJobHandle]:
         return await super()._submit_many(
             model,
@@ -92,6 +93,7 @@ class GatewayClient(AsyncClient):
             refused=refused,
             timeout_s=timeout_s,
             untaken=untaken,
+            job_ids=job_ids,
         )
 
     async def spend(self, requests: Sequence[Sequence[Charge]]) -> list[Spent]:
@@ -112,16 +114,19 @@ class GatewayClient(AsyncClient):
     async def submit_items(
         self,
         model: str,
-        items: Sequence[Item],
+        inputs: Sequence[Inputs],
+        job_ids: Sequence[str],
         options: SubmitOptions,
         refused: dict[int, InvalidInput],
         timeout_s: float,
     ) -> list[AsyncJobHandle]:
-        """Publishes one job for each pair of inputs and idempotency key, as `submit_many` does.
+        """Publishes one job for each of the inputs, as `submit_many` does. A job that exists is not published again.
 
-        refused: takes the errors of items by their place; these have no job. timeout_s: the longest wait for room.
+        job_ids: one for each of them, from DerivedIds. refused: takes the errors of inputs by their place; these have
+        no job. timeout_s: the longest wait for room.
         """
-        return await self._submit_many(model, items, options, refused=refused, timeout_s=timeout_s)
+        items: list[Item] = [(each, None) for each in inputs]
+        return await self._submit_many(model, items, options, refused=refused, timeout_s=timeout_s, job_ids=job_ids)
 
     async def submit_each(
         self, model: str, items: Sequence[Item], options: SubmitOptions

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from penstock.producers.gateway.exchange import JSON, Exchange, RequestRefused
-from penstock.producers.gateway.tensors import BINARY, HEAD_LENGTH, decoded, split_binary
+from penstock.producers.gateway.tensors import BINARY, HEAD_LENGTH, decoded, dtype_of, split_binary
 from penstock.registry.errors import InvalidInput, UndecodableEnvelope, shown
 from penstock.registry.tensors import DTYPES, MAX_STRINGS, STRING, Array, Tensor, decode
 
@@ -116,7 +116,7 @@ def write_infer(
     described: list[dict[str, Any]] = []
     parts: list[bytes] = []
     for name, values in outputs.items():
-        dtype = STRING if values.dtype == object else values.dtype.name
+        dtype = dtype_of(values)
         entry: dict[str, Any] = {"name": name, "datatype": DATATYPES[dtype], "shape": values.shape}
         if request.binary is None or name in request.binary:
             raw = bytes_of(values)

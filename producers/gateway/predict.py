@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -35,6 +35,8 @@ from penstock.registry.tensors import Array
 
 __all__ = ["PredictFields", "PredictRoutes"]
 
+_JSON: Final = JSON.decode()
+
 
 class PredictFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """inputs: a tensor for each input. outputs: the wanted ones; none: all. timeout_ms: how long the job may queue."""
@@ -46,13 +48,13 @@ class PredictFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: PriorityName = "normal"
 
 
-class _LineFields(PredictFields, forbid_unknown_fields=True, kw_only=True):
-    """The same of a line of a batch; each input stays JSON text until the model is known."""
+class _JsonFields(PredictFields, forbid_unknown_fields=True, kw_only=True):
+    """The same in JSON; each input stays JSON text until the model is known."""
 
     inputs: dict[str, msgspec.Raw]
 
 
-_decode_line = msgspec.json.Decoder(_LineFields).decode
+_decode_json = msgspec.json.Decoder(_JsonFields).decode
 
 
 class Prediction(msgspec.Struct):
@@ -102,8 +104,7 @@ class PredictRoutes:
     async def predict(self, exchange: Exchange) -> None:
         """POST /v1/models/{name}:predict."""
         key = idempotency_key(exchange)
-        document = read_document(exchange, await exchange.body())
-        fields = fields_of(document, PredictFields)
+        fields, document = _opened(exchange, await exchange.body())
         version = exchange.words.get("version", fields.version)
         spec = await self._client.spec_of(exchange.words["name"], version)
         finished = await self._jobs.run(
@@ -125,14 +126,7 @@ class PredictRoutes:
 
     async def prepare_line(self, words: Mapping[str, str], body: bytes) -> LineJob:
         """The job of a line of a batch, which is the body of a prediction. Raises as a prediction does."""
-        fields: PredictFields
-        try:
-            fields = _decode_line(body)
-            document = Document({"inputs": fields.inputs}, memoryview(b""), JSON)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-            # The way of a prediction says what is wrong.
-            document = json_document(body)
-            fields = fields_of(document, PredictFields)
+        fields, document = _opened_json(body) or _checked(json_document(body))
         if fields.priority != "normal" or fields.timeout_ms is not None:
             raise InvalidInput("Found priority or timeout_ms. Expected none: a batch runs at low priority")
         version = words.get("version", fields.version)
@@ -171,6 +165,25 @@ class PredictRoutes:
                 )
             ),
         )
+
+
+def _opened(exchange: Exchange, body: bytes) -> tuple[PredictFields, Document]:
+    if exchange.media_type in ("", _JSON) and (opened := _opened_json(body)) is not None:
+        return opened
+    return _checked(read_document(exchange, body))
+
+
+def _opened_json(body: bytes) -> tuple[PredictFields, Document] | None:
+    """In one pass over the text; None: something is wrong, and the plain way says what."""
+    try:
+        fields = _decode_json(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return None
+    return fields, Document({"inputs": fields.inputs}, memoryview(b""), JSON)
+
+
+def _checked(document: Document) -> tuple[PredictFields, Document]:
+    return fields_of(document, PredictFields), document
 
 
 def _deadline_s(timeout_ms: float | None) -> float | None:

@@ -33,6 +33,7 @@ __all__ = [
     "Document",
     "decode_json",
     "decoded",
+    "dtype_of",
     "fields_of",
     "json_document",
     "msgpack_document",
@@ -51,7 +52,7 @@ HEAD_LENGTH: Final = b"inference-header-content-length"
 """The header of the Open Inference Protocol, with the same meaning."""
 _MOST_DIMS: Final = 8
 _NAMES: Final = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
-"""NumPy makes the name of a dtype anew each time, which takes longer than to write a few numbers."""
+_BRACKET: Final = ord("[")
 _NUMBERS: Final = {"f": float, "i": int, "u": int, "b": bool}
 _decode_any = msgspec.json.Decoder().decode
 _decode_outer = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -158,6 +159,12 @@ def read_inputs(spec: ModelSpec, document: Document) -> dict[str, object]:
     return found
 
 
+def dtype_of(values: Array) -> str:
+    """The dtype of an output by its name in specs; that of strings for text."""
+    # NumPy makes the name of a dtype anew each time, which takes longer than to write a few numbers.
+    return STRING if values.dtype.kind == "O" else _NAMES.get(values.dtype) or values.dtype.name
+
+
 def plain_inputs(inputs: Mapping[str, Any]) -> dict[str, object]:
     """The inputs of a job from plain data, without the model's spec. Raises InvalidInput, with the input's name."""
     return {name: _from_value(name, value) for name, value in inputs.items()}
@@ -194,8 +201,7 @@ def _written(values: Array, codec: Codec) -> dict[str, Any]:
     )
     if is_json and kind != "O":
         # As codecs.written, without the bytes that it makes for both codecs.
-        dtype = _NAMES.get(values.dtype) or values.dtype.name
-        return {"dtype": dtype, "shape": values.shape, "data": values.tolist()}
+        return {"dtype": dtype_of(values), "shape": values.shape, "data": values.tolist()}
     return codecs.written(values, "json" if is_json else "base64")
 
 
@@ -226,33 +232,33 @@ def _fields(document: Any) -> Mapping[str, Any]:
 
 def _from_json(name: str, raw: msgspec.Raw, declared: TensorSpec | None) -> object:
     """One input from its JSON text. Numbers first, as the model declares them."""
-    text = memoryview(raw)
-    if declared is not None and declared.dtype != STRING and (quick := _numbers(text, declared)) is not None:
+    if declared is not None and declared.dtype != STRING and (quick := _numbers(raw, declared)) is not None:
         return quick
-    return _from_value(name, decode_json(text))
+    return _from_value(name, decode_json(memoryview(raw)))
 
 
-def _numbers(text: memoryview, declared: TensorSpec) -> Array | None:
+def _numbers(raw: msgspec.Raw, declared: TensorSpec) -> Array | None:
     """Numbers as the model declares them; None: they are something else, and the plain way says what."""
     try:
-        if bytes(text[:1]) == b"[":
-            return _array(text, declared.dtype, len(declared.shape))
-        tensor = _decode_tensor(text)
-        data, in_base64 = tensor.data, tensor.base64
-        if tensor.dtype != declared.dtype or len(tensor.shape) > _MOST_DIMS:
+        if memoryview(raw)[0] == _BRACKET:
+            return _array(raw, declared.dtype, len(declared.shape))
+        tensor = _decode_tensor(raw)
+        data, in_base64, shape = tensor.data, tensor.base64, tensor.shape
+        if tensor.dtype != declared.dtype or len(shape) > _MOST_DIMS:
             return None
-        if not isinstance(data, msgspec.UnsetType) and isinstance(in_base64, msgspec.UnsetType):
-            values = _array(memoryview(data), tensor.dtype, len(tensor.shape))
-        elif isinstance(data, msgspec.UnsetType) and isinstance(in_base64, bytes) and declared.dtype != "bool":
-            values = np.frombuffer(in_base64, DTYPES[tensor.dtype]).reshape(tensor.shape)
-        else:
+        if data is msgspec.UNSET and in_base64 is not msgspec.UNSET and declared.dtype != "bool":
+            # A view. It raises TypeError for too few bytes, and takes no notice of too many.
+            values: Array = np.ndarray(shape, DTYPES[tensor.dtype], in_base64)
+            return values if values.nbytes == len(in_base64) else None
+        if data is msgspec.UNSET or in_base64 is not msgspec.UNSET:
             return None
-    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError):
+        values = _array(data, tensor.dtype, len(shape))
+    except (msgspec.MsgspecError, RecursionError, TypeError, ValueError, OverflowError):
         return None
-    return values if values.shape == tensor.shape else None
+    return values if values.shape == shape else None
 
 
-def _array(text: memoryview, dtype: str, dims: int) -> Array:
+def _array(text: msgspec.Raw, dtype: str, dims: int) -> Array:
     # A ragged list raises ValueError; a whole number too large for the dtype OverflowError.
     with np.errstate(over="ignore"):
         values: Array = np.array(_decoders[dims, DTYPES[dtype].kind].decode(text), DTYPES[dtype])

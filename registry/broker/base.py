@@ -112,9 +112,10 @@ class Publication(msgspec.Struct, frozen=True, gc=False):
 
 
 class Receipt(msgspec.Struct, frozen=True, gc=False):
-    """The outcome of a publication: accepted, known (the first job of its idempotency key answers), conflict,
-    full, tenant-full or memory (the broker is short of it). `job_id` is the job that answers; `retry_after_s`
-    is set when the refusal is because the queue or memory is full."""
+    """The outcome of a publication: accepted, exists (a job of this id was accepted before, and has ended or replies
+    to another client), known (the first job of its idempotency key answers), conflict, full, tenant-full or memory
+    (the broker is short of it). `job_id` is the job that answers; `retry_after_s` is set when the refusal is because
+    the queue or memory is full."""
 
     outcome: str
     job_id: str

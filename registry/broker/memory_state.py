@@ -122,8 +122,9 @@ class MemoryState(MemoryStreams):
             fingerprint, first_id = first
             known = fingerprint == job.fingerprint
             return Receipt("known", first_id) if known else Receipt("conflict", job.job_id)
-        if self.records.get(job.job_id) is not None:
-            return Receipt("accepted", job.job_id)
+        if (record := self.records.get(job.job_id)) is not None:
+            comes_here = record.state is State.QUEUED and (record.tenant, record.reply) == (job.tenant, job.reply)
+            return Receipt("accepted" if comes_here else "exists", job.job_id)
         flow, queue = self.slots[slot], self.queue(slot, job.priority)
         most = limits.tenant_max_in_flight
         is_full = len(queue) >= limits.max_depth

@@ -16,9 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import select
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any, Final, NoReturn, Self, TypeVar
 
 import redis
@@ -149,10 +153,11 @@ class RedisConnection:
         # The wall clock is the best guess until the broker has told its time.
         self.clock_offset_ms = (time.time() - time.monotonic()) * 1000
         self._redis = client
-        self._pool: Any = client.connection_pool
+        self._pool: _Pool | _ClosedPool = _Pool(client.connection_pool)
         self._result_ttl_ms = result_ttl_ms
         self._quarantined: deque[Quarantined] = deque(maxlen=_MOST_NOTED)
         """What this end has quarantined since it was last asked."""
+        self._translation = _Translation(address)
         self._has_answered = False
         """Whether the server has answered once, or was asked for the reason why it does not."""
 
@@ -179,6 +184,7 @@ class RedisConnection:
     def forget_connections(self) -> None:
         """After a fork: drop the parent's connections without closing its sockets."""
         self._redis.connection_pool.reset()
+        self._pool = _Pool(self._redis.connection_pool)
 
     def _note_clock(self, broker_ms: float, begun: float) -> None:
         """Corrects the offset: the broker's clock showed `broker_ms` at some moment between `begun` and now.
@@ -229,17 +235,9 @@ class RedisConnection:
         if refused is not None:
             raise refused from error
 
-    @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
+    def _translated(self) -> AbstractContextManager[None]:
         """A lost connection becomes BrokerUnavailable, and so does a server that cannot work at present."""
-        try:
-            yield
-        except BrokerDamaged:
-            raise
-        except ResponseError as error:
-            raise refusal(error, self.address, ()) or error from error
-        except LOST_CONNECTION as error:
-            raise final(error, self.address) or lost(error, self.address) from error
+        return self._translation
 
     def _once(self, command: scripts.Call) -> Any:
         """One command, not repeated when the connection is lost. Loads the scripts if the server has lost them."""
@@ -276,11 +274,78 @@ class RedisConnection:
             self._ask(["SCRIPT", "LOAD", source])
 
 
+class _Translation:
+    """See RedisConnection._translated. It has no state: a worker enters it several times for each job."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: BrokerAddress) -> None:
+        self._address = address
+
+    def __enter__(self) -> None:
+        """Nothing is to be done."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, BrokerDamaged):
+            return
+        if isinstance(error, ResponseError):
+            if (refused := refusal(error, self._address, ())) is not None:
+                raise refused from error
+        elif isinstance(error, LOST_CONNECTION):
+            raise final(error, self._address) or lost(error, self._address) from error
+
+
+class _Pool:
+    """The connections of a pool of redis-py. Thread-safe.
+
+    Those that are idle are kept here: the pool takes as long to hand out a connection as a command takes.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self._idle: deque[Any] = deque()
+        self._process = os.getpid()
+
+    def get_connection(self) -> Any:
+        """A connection on which a command can be sent."""
+        if self._process != os.getpid():
+            # They are the parent's.
+            self._idle.clear()
+            self._process = os.getpid()
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            return self._pool.get_connection()
+        if _is_usable(connection):
+            return connection
+        # The pool connects it again.
+        self._pool.release(connection)
+        return self._pool.get_connection()
+
+    def release(self, connection: Any) -> None:
+        """The answer to the command was read, or the connection is closed."""
+        self._idle.append(connection)
+
+
+def _is_usable(connection: Any) -> bool:
+    """Whether an idle connection is open. One on which the server has sent something, such as its end, is not."""
+    if (sock := connection._sock) is None:
+        return False
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    return not poller.poll(0)
+
+
 class _ClosedPool:
     """The pool of a closed RedisConnection."""
 
     def get_connection(self) -> NoReturn:
         raise closed_connection()
+
+    def release(self, connection: NoReturn) -> None:
+        """Nothing was handed out."""
 
 
 class DirectConnection:

@@ -205,6 +205,8 @@ def _receipt(slot: str, job_id: str, answer: bytes) -> Receipt:
         return Receipt("known", f"{slot}.{rest}")
     if letter == b"c":
         return Receipt("conflict", job_id)
+    if letter == b"e":
+        return Receipt("exists", job_id)
     return Receipt(_REFUSALS[letter], job_id, int(rest) / 1000)
 
 
@@ -297,12 +299,22 @@ def armed_deliveries(
     if not answer:
         return []
     active = dict(zip(slots, actives, strict=True))
-    owners = {stream_key(slot, priority).encode(): (slot, priority) for slot in slots for priority in _PRIORITIES}
+    owners = _owners(tuple(slots))
     deliveries: list[Delivery] = []
     for key, entries in answer:
         slot, priority = owners[key]
         deliveries += _deliveries(slot, priority, entries, active[slot] or b"")
     return deliveries
+
+
+@lru_cache(maxsize=64)
+def _owners(slots: tuple[str, ...]) -> dict[bytes, tuple[str, Priority]]:
+    """The slot and the priority of each stream, by its key as Redis names it."""
+    return {
+        key.encode(): (slot, priority)
+        for slot in slots
+        for priority, key in zip(_PRIORITIES, stream_keys(slot), strict=True)
+    }
 
 
 def commit(consumer: str, slot: str, commits: Sequence[Commit], result_ttl_ms: int) -> Call:

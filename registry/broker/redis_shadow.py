@@ -40,6 +40,8 @@ CANARY_FIELD: Final = "canary:"
 _MOST_WORST: Final = 20
 _SERIES: Final = 10_000
 """Comparisons whose figures are kept in order. Drift and canary read them."""
+_CALL_PAIRS: Final = 32
+"""Pairs that one script hands out or settles: the jobs of the model wait for the server meanwhile."""
 _REPORT_TTL_MS: Final = 30 * 24 * 3_600_000
 """How long the report of a stopped shadow stays."""
 
@@ -179,13 +181,20 @@ class RedisShadow(RedisConnection):
         `lease_ms`.
         """
         keys = [shadow_key(slot), shadow_flow_key(slot)]
-        begun = time.monotonic()
-        answer = self._run(_call("take_shadow", keys, [GROUP, consumer, shadow, count, most_bytes, lease_ms]))
-        if answer is None:
-            return None
-        self._note_clock(float(answer[0]), begun)
-        parts = iter(answer[1:])
-        return [TakenPair(*part) for part in zip(parts, parts, parts, strict=True)]
+        taken: list[TakenPair] = []
+        while True:
+            wanted = min(count - len(taken), _CALL_PAIRS)
+            left_bytes = most_bytes - sum([len(pair.sealed) for pair in taken])
+            begun = time.monotonic()
+            answer = self._run(_call("take_shadow", keys, [GROUP, consumer, shadow, wanted, left_bytes, lease_ms]))
+            if answer is None:
+                return None
+            self._note_clock(float(answer[0]), begun)
+            parts = iter(answer[1:])
+            more = [TakenPair(*part) for part in zip(parts, parts, parts, strict=True)]
+            taken += more
+            if len(more) < _CALL_PAIRS or len(taken) >= count:
+                return taken
 
     def renew(self, slot: str, consumer: str, pairs: Sequence[TakenPair]) -> None:
         """Keep claimed pairs for another lease."""
@@ -193,7 +202,15 @@ class RedisShadow(RedisConnection):
         self._run(["XCLAIM", shadow_key(slot), GROUP, consumer, 0, *ids, "JUSTID"])
 
     def settle(self, slot: str, shadow: str, settled: Sequence[Settled]) -> list[bool]:
-        """Delete pairs and add their comparisons up, in one step. Returns for each pair whether it was counted."""
+        """Delete pairs and add their comparisons up, in one step for each pair. Returns for each whether it was
+        counted.
+        """
+        counted: list[bool] = []
+        for start in range(0, len(settled), _CALL_PAIRS):
+            counted += self._settle_some(slot, shadow, settled[start : start + _CALL_PAIRS])
+        return counted
+
+    def _settle_some(self, slot: str, shadow: str, settled: Sequence[Settled]) -> list[bool]:
         args: list[Any] = [GROUP, shadow, _MOST_WORST, _SERIES]
         for each in settled:
             series = json.dumps({"outcome": each.outcome, **each.figures}) if each.is_in_series else ""

@@ -6,7 +6,6 @@ its own, so that the worker can wait for it and for other events at the same tim
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections import defaultdict
@@ -163,9 +162,17 @@ class RedisWorker(RedisSpecs):
         """See WorkerEnd.arm."""
         # A blocking read does not see pauses, so it must not name the queues of a paused slot.
         active = [slot for slot in slots if slot not in self._paused]
-        with self._armed_connection() as armed:
-            if active:
-                armed.send(consumer, active, count, block_ms)
+        armed = self._armed
+        if armed is None:
+            with self._translated():
+                armed = self._armed = _ArmedClaim(self._redis)
+        try:
+            with self._translated():
+                if active:
+                    armed.send(consumer, active, count, block_ms)
+        except BrokerUnavailable:
+            self.drop_armed()
+            raise
 
     def fileno(self) -> int:
         """See WorkerEnd.fileno. -1 before the first `arm` and after a lost connection."""
@@ -173,12 +180,19 @@ class RedisWorker(RedisSpecs):
 
     def collect(self) -> list[Delivery]:
         """See WorkerEnd.collect."""
-        with self._armed_connection() as armed:
-            try:
-                return armed.receive() if armed.is_outstanding else []
-            except ResponseError as error:
-                if not _is_repairable(error):
-                    raise
+        armed = self._armed
+        if armed is None:
+            return []
+        try:
+            with self._translated():
+                try:
+                    return armed.receive() if armed.is_outstanding else []
+                except ResponseError as error:
+                    if not _is_repairable(error):
+                        raise
+        except BrokerUnavailable:
+            self.drop_armed()
+            raise
         # Quarantines foreign keys, and makes what is missing.
         self.prepare(armed.slots)
         return []
@@ -323,18 +337,6 @@ class RedisWorker(RedisSpecs):
         """After a fork: drop the parent's connections without closing its sockets."""
         self._armed = self._exchanging = None
         super().forget_connections()
-
-    @contextlib.contextmanager
-    def _armed_connection(self) -> Iterator[_ArmedClaim]:
-        with self._translated():
-            if self._armed is None:
-                self._armed = _ArmedClaim(self._redis)
-        try:
-            with self._translated():
-                yield self._armed
-        except BrokerUnavailable:
-            self.drop_armed()
-            raise
 
     def _repeat_refused(self, calls: Sequence[scripts.Call], answers: list[Any], slots: Sequence[str]) -> None:
         """Repeats the calls that met a foreign key or a missing group, once these are mended. Fills in `answers`."""

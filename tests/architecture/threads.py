@@ -15,8 +15,11 @@ _NAME_OF = {
     "Thread": ("name", 2),
     "Timer": ("name", 9),
     "ThreadPoolExecutor": ("thread_name_prefix", 1),
+    "SharedBreakers": ("thread", 2),
 }
 """By class: the argument with the thread's name, and its place among positional arguments."""
+_NAMED_BY_CALLERS = {"levels/shared_breakers.py"}
+"""Their classes start a thread whose name is an argument, which is read at each call."""
 _CHILD_PROCESSES = {"compilation/build.py", "runtime/exporter.py", "runtime/instance.py", "shadow/candidate.py"}
 """Programs that a worker starts as processes of their own, and a part of the shadow worker, which is another one."""
 
@@ -28,7 +31,7 @@ def started_threads() -> set[tuple[str, str]]:
     return {
         (name, module)
         for module, source in modules.items()
-        if module not in _CHILD_PROCESSES
+        if module not in _CHILD_PROCESSES | _NAMED_BY_CALLERS
         for name in _thread_names(nodes(source))
     }
 

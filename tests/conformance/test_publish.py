@@ -61,6 +61,30 @@ def test_repeated_id_is_accepted_by_a_full_queue(broker: Broker, slot: str):
     assert queued(broker, slot) == 1
 
 
+def test_an_id_from_an_earlier_process_exists(broker: Broker, slot: str):
+    """Whoever derives ids may publish a job again. It is one job, and its reply goes where it was to go at first."""
+    job_id = publication(slot).job_id
+    mine, others, strange = (
+        publication(slot, job_id=job_id, reply=f"{{{slot}}}:reply:{client}", tenant=tenant)
+        for client, tenant in (("a", "acme"), ("b", "acme"), ("a", "globex"))
+    )
+
+    def outcomes(limits: Limits = ROOMY) -> list[str]:
+        receipts = broker.publish(slot, [mine, others, strange], limits)
+        assert {receipt.job_id for receipt in receipts} == {job_id}
+        return [receipt.outcome for receipt in receipts]
+
+    assert outcomes() == ["accepted", "exists", "exists"]
+    assert outcomes(Limits(1, 0, 60_000)) == ["accepted", "exists", "exists"]
+    (delivery,) = claim(broker, "w", slot)
+    assert outcomes() == ["accepted", "exists", "exists"]
+    settle(broker, "w", commit_of(delivery, b"answer"))
+    # The reply has gone out: whoever publishes now reads the record.
+    assert outcomes() == ["exists"] * 3
+    assert queued(broker, slot) == 0
+    assert broker.job_records([job_id]) == [JobRecord(State.COMPLETED, "", b"answer")]
+
+
 def test_full_queue_refuses_exactly_what_is_too_much(broker: Broker, slot: str):
     """Depth counts per priority; a refused job leaves no trace, and its answer says when to come back."""
     jobs = [publication(slot) for _ in range(5)]

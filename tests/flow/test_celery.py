@@ -381,7 +381,8 @@ class FlowerProcess(Process):
         self._port = free_port()
 
     def start(self) -> FlowerProcess:
-        """Start it and wait until it answers."""
+        """Start it and wait until it answers and hears events: it answers before it has subscribed to them."""
+        before = self._subscribers()
         arguments = ["-A", "penstock.workers.app", "flower", "--address=127.0.0.1", f"--port={self._port}"]
         arguments += [f"--basic-auth={self._access}", "--inspect_timeout=2000"]
         # In milliseconds.
@@ -394,7 +395,13 @@ class FlowerProcess(Process):
         }
         self._run("celery", arguments, environment)
         wait_until(lambda: self.get("/api/workers") is not None, 30, "Flower answers")
+        wait_until(lambda: self._subscribers() > before, 60, "Flower hears events")
         return self
+
+    def _subscribers(self) -> int:
+        """The broker's connections that hear what is published."""
+        with self._server.client() as client:
+            return sum(int(each["sub"]) + int(each["psub"]) > 0 for each in client.client_list())
 
     def get(self, path: str, *, access: str | None = None) -> Any:
         """The JSON that Flower's API answers; None while it does not."""

@@ -357,16 +357,10 @@ def _num_events(stage: Stage, jobs: list[JobHandle]) -> int:
         return sum(redis.xlen(events_key(job.id)) for job in jobs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "number", "seed"),
-    [
-        ("kill", 8, 0),
-        *(
-            pytest.param(fault, 32, seed, marks=pytest.mark.slow)
-            for fault in ("kill", "freeze")
-            for seed in range(1, 4)
-        ),
-    ],
+    [("kill", 8, 0), *((fault, 32, seed) for fault in ("kill", "freeze") for seed in range(1, 4))],
 )
 def test_open_streams_outlive_their_worker_at_random_tokens(
     stage: Stage, fault: str, number: int, seed: int, worker: WorkerProcess
@@ -423,6 +417,7 @@ def test_stream_outlives_the_stop_of_its_worker(stage: Stage, worker: WorkerProc
         assert _resumed(stage, [job]) == 1
 
 
+@pytest.mark.slow
 def test_time_of_a_text_counts_from_its_first_start(stage: Stage, worker: WorkerProcess):
     """ES-061: its time has passed when another worker takes it over, which adds nothing to what was delivered."""
     worker.freeze()
@@ -445,9 +440,9 @@ def test_time_of_a_text_counts_from_its_first_start(stage: Stage, worker: Worker
 
 
 def test_command_submit_writes_a_text(stage: Stage, worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch):
-    """As the page shows it: the events of a stream, and the whole text; sampling parameters are JSON in a list."""
+    """As the page shows it: the events of a stream, and the whole text; sampling parameters are one object."""
     monkeypatch.setenv("PENSTOCK_REDIS_URL", stage.server.url)
-    sampling = json.dumps([json.dumps({"max_tokens": 30, "temperature": 0, "ignore_eos": True})])
+    sampling = json.dumps({"max_tokens": 30, "temperature": 0, "ignore_eos": True})
     words = [
         "submit",
         "writer",

@@ -205,6 +205,7 @@ def test_model_without_a_tokenizer_answers_in_tokens(client: Client):
     assert (found["text"].tolist(), found["token_ids"].shape) == ([""], (1, 4))
 
 
+@pytest.mark.slow
 def test_cancels_at_random_moments_give_all_pages_back(client: Client, stage: Stage, worker: PoisonedWorker):
     """Before a job has a seat, between its tokens, at its end; beside texts that nobody cancels."""
     chosen = random.Random(3)
@@ -274,6 +275,7 @@ def test_broker_that_restarts_leaves_no_gap(client: Client, stage: Stage):
     assert "reset" not in found[-1][1]
 
 
+@pytest.mark.slow
 def test_step_that_hangs_costs_its_process_and_no_text(stage: Stage):
     """The watchdog ends the process; the next ones go on with the texts, and the one at fault ends alone."""
     params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)

@@ -212,6 +212,7 @@ def test_broken_connection_leaves_no_gap(client: Client, stage: Stage):
     assert job.result(PATIENCE_S)["usage"][1] == 2000
 
 
+@pytest.mark.slow
 def test_stream_outlives_its_worker(stage: Stage, reader: WorkerProcess):
     """Kill -9 of the worker that reads from the server: the next one goes on behind what was delivered."""
     reader.freeze()

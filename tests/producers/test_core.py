@@ -169,5 +169,7 @@ def test_a_published_job_keeps_its_handle_unless_an_earlier_job_answers(client: 
     known = client._accepted(handle, Receipt("known", earlier), "m")
     assert (known.id, known.tenant) == (earlier, "globex")
     assert (handle._state.awaits_reply, known._state.awaits_reply) == (True, False)
+    existing = client._accepted(handle, Receipt("exists", job_id), "m")
+    assert (existing.id, existing.tenant, existing._state.awaits_reply) == (job_id, "globex", False)
     with pytest.raises(QueueFull):
         client._accepted(handle, Receipt("full", job_id, 0.5), "m")

@@ -115,13 +115,13 @@ def test_events_go_to_every_subscriber_of_their_job(router: ReplyRouter[JobState
     assert len(second) == 2
 
 
-def test_reply_streams_are_trimmed_every_64_entries(router: ReplyRouter[JobState]):
+def test_reply_streams_are_trimmed_every_128_entries(router: ReplyRouter[JobState]):
     """Up to the last entry that was handed out. Event streams belong to all readers and are never trimmed."""
     key, job_id = router.address("m"), new_job_id("m")
     router.subscribe(job_id, 0, deque())
-    assert router.deliver([reply(key, number) for number in range(1, 64)]) == []
+    assert router.deliver([reply(key, number) for number in range(1, 128)]) == []
     assert router.deliver([StreamEntry(events_key(job_id), f"{number}-0", []) for number in range(1, 100)]) == []
-    assert router.deliver([reply(key, 64), reply(key, 65)]) == [(key, "64-0")]
+    assert router.deliver([reply(key, 128), reply(key, 129)]) == [(key, "128-0")]
 
 
 def test_a_reader_is_woken_only_if_it_misses_a_stream(router: ReplyRouter[JobState]):

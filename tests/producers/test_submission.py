@@ -98,6 +98,15 @@ def test_a_known_key_gives_the_handle_of_its_first_job():
     assert [handle._state.awaits_reply for handle in run.handles] == [True, False]
 
 
+def test_a_job_that_exists_awaits_no_reply():
+    """Another process has published it: the handle that stands in the place of the item reads its record."""
+    run = _run(2)
+    run.settle(_receipts(run.next_chunk(), m1=Receipt("exists", "m.1")), now=0)
+    assert _ids(run.handles) == ["m.0", "m.1"]
+    assert [handle._state.awaits_reply for handle in run.handles] == [True, False]
+    assert not run.next_chunk()
+
+
 def test_a_repeated_call_is_known_under_its_own_id():
     """The broker accepted the job before its answer was lost: the handle goes on waiting for the reply."""
     run = _run(1)

@@ -21,7 +21,7 @@ from penstock.registry.envelope import Keyring, Retry, open_job
 from penstock.registry.errors import InvalidInput, PenstockError
 from penstock.registry.job_template import MOST_HEADER_BYTES, MOST_SHAPES
 from penstock.registry.package import ModelSpec
-from penstock.registry.queues import new_job_id
+from penstock.registry.queues import DerivedIds, new_job_id
 from penstock.registry.tensors import DTYPES, STRING
 from tests.payload_keys import sealing
 
@@ -342,6 +342,20 @@ def test_jobs_with_a_key_have_a_header_of_their_own(sealed: list[str]):
     assert other.idempotency_digest == jobs[0].idempotency_digest
     assert other.fingerprint != jobs[0].fingerprint
     assert len(sealed) == 2
+
+
+def test_jobs_with_derived_ids_have_a_template(sealed: list[str]):
+    """Only the first goes the plain way. Each has the id of its item, as the header says, too; one id is too few."""
+    spec, builder = spec_of(), builder_of(KEYRINGS[1])
+    ids = [DerivedIds(spec.name, "batch_1", 1_700_000_000_000).of(number) for number in range(4)]
+    items = [(ONE, None)] * 4
+    jobs = builder.build_many(spec, items, job_ids=ids)
+    assert sealed == ids[:1]
+    assert [job.job_id for job in jobs] == ids
+    assert [open_job(job.sealed, KEYRINGS[1])[0].id for job in jobs] == ids
+    assert open_job(builder.build(spec, ONE).sealed, KEYRINGS[1])[0].id not in ids
+    with pytest.raises(ValueError, match="zip"):
+        builder.build_many(spec, items, job_ids=ids[:3])
 
 
 def test_what_depends_on_the_id_goes_the_plain_way(sealed: list[str]):

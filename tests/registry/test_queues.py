@@ -12,6 +12,7 @@ import pytest
 from penstock.registry import queues
 from penstock.registry.errors import InvalidInput
 from penstock.registry.queues import (
+    DerivedIds,
     Priority,
     active_key,
     crashes_key,
@@ -19,6 +20,7 @@ from penstock.registry.queues import (
     events_key,
     flow_key,
     idempotency_key,
+    is_derived,
     is_job_id,
     is_reply_key,
     job_time_ms,
@@ -153,3 +155,22 @@ def test_replies_go_to_streams_of_replies_only():
         stream_key("m", Priority.LOW),
     ):
         assert not is_reply_key(key, "m")
+
+
+def test_derived_ids_follow_from_name_and_number():
+    """Any process gives the same ids. They are UUIDs of version 8 with the given time; no two sets share one."""
+    made_ms = 1_700_000_000_123
+    ids = [DerivedIds("minilm", "batch_1", made_ms).of(number) for number in range(1000)]
+    assert ids == [DerivedIds("minilm", "batch_1", made_ms).of(number) for number in range(1000)]
+    others = [DerivedIds(*names, made_ms) for names in (("minilm", "batch_2"), ("mlp", "batch_1"))]
+    # A name that ends with a digit is no other number of a shorter one.
+    others += [DerivedIds("minilm", "batch_1" + text, made_ms) for text in ("0", "1")]
+    found = {job_id.rpartition(".")[2] for job_id in ids} | {each.of(1).rpartition(".")[2] for each in others}
+    assert len(found) == 1000 + len(others)
+    for job_id in ids:
+        slot, local = split_job_id(job_id)
+        assert (slot, uuid.UUID(local).version, uuid.UUID(local).variant) == ("minilm", 8, uuid.RFC_4122)
+        assert job_time_ms(job_id) == made_ms
+        assert is_derived(job_id)
+    assert not is_derived(new_job_id("minilm"))
+    assert not is_derived("minilm.8")

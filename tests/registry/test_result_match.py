@@ -279,7 +279,7 @@ def test_an_unsigned_header_is_nothing_to_a_reader_with_keys():
     sealed = sealed_by(UNSIGNED)
     matcher.learn(open_result(sealed, UNSIGNED)[0], sealed)
     assert matcher._layouts
-    assert matcher.outputs(IDS[0], "acme", sealed) is None
+    assert matcher.answer(IDS[0], "acme", sealed) is None
 
 
 def test_a_header_of_another_writer_is_decoded_each_time(opened: list[str]):

@@ -87,6 +87,23 @@ def test_the_sample_has_its_share_and_is_the_same_everywhere():
     assert list(filter(sampler(ShadowOrder.open(order.seal(), "mlp")), ids)) == taken
 
 
+IDS = {
+    "counted": lambda number: f"mlp.{number}",
+    "hexadecimal": lambda number: f"mlp.{number:x}",
+    "of a day": lambda number: f"mlp.2026-11-{number // 1000:02d}_{number % 1000:04d}",
+    "of an order": lambda number: f"mlp.order-{number // 100}:{number % 100}",
+}
+
+
+@pytest.mark.parametrize("kind", IDS)
+def test_ids_that_clients_count_are_sampled_alike(kind: str):
+    """Their characters differ little, and still the sample has its share, whatever the order."""
+    ids = [*map(IDS[kind], range(20_000))]
+    for name in map(str, range(20)):
+        order = ShadowOrder(name, "mlp", "1", 0.1, 10**13)
+        assert abs(len(list(filter(sampler(order), ids))) - 2000) < 5 * (20_000 * 0.1 * 0.9) ** 0.5
+
+
 def test_another_shadow_samples_other_jobs():
     """The id of the order salts the sample: one job in a hundred is in both, not one in ten."""
     ids = [new_job_id("mlp") for _ in range(20_000)]

@@ -226,7 +226,7 @@ class UnreliableEnd(MemoryBroker):
         """The broker's side of `publish`."""
         receipts = super().publish(slot, jobs, limits)
         for receipt in receipts:
-            if receipt.outcome in ("accepted", "known"):
+            if receipt.outcome in ("accepted", "exists", "known"):
                 self.truth.lost.discard(receipt.job_id)
             self._note_acceptance(receipt.job_id)
         self.schedule.note(f"publish {[(receipt.job_id[-4:], receipt.outcome) for receipt in receipts]}")

@@ -297,7 +297,9 @@ HELD_IN_PLAIN: Final = {
 """Where a search finds payloads when they are not sealed."""
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[] if mode in ("on", "off") else pytest.mark.slow) for mode in MODES]
+)
 def test_payloads_are_found_only_where_they_are_not_sealed(
     mode: str, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
 ):

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.registry.admission import JobBuilder, SubmitOptions
-from penstock.registry.broker.base import Broker, Limits, Publication, State
+from penstock.registry.broker.base import (
+    Broker,
+    Claim,
+    Commit,
+    CommitStatus,
+    Delivery,
+    Limits,
+    Publication,
+    State,
+)
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.envelope import Keyring, ResultHeader, open_result
@@ -26,9 +36,9 @@ from penstock.workers.drain import Drain
 from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
 from tests.packages import recorded_forwards, write_double, write_package, write_raiser, write_recorder
-from tests.servers import RedisServer, wait_until
+from tests.servers import ROOT, RedisServer, wait_until
 from tests.workers.doubles import job_of
-from tests.workers.stepped import SteppedHarness
+from tests.workers.stepped import KNOWN, SteppedHarness
 
 ROOMY = Limits(100_000, 0, 60_000)
 UNSIGNED = Keyring.parse(None)
@@ -400,3 +410,60 @@ def test_an_idle_worker_sleeps_until_its_blocking_claim_ends(harness: SteppedHar
     assert worker.drain.sleep_s() > 1.0
     worker.drain.parts.leased.take([job_of()])
     assert worker.drain.sleep_s() == 0.25
+
+
+class WatchedBroker(MemoryBroker):
+    """Notes for each commit whether the next blocking claim was there before the commit was answered."""
+
+    def __init__(self, of: MemoryBroker) -> None:
+        super().__init__(of._state.clock)
+        self._state, self._changed = of._state, of._changed
+        self.had_claim: list[bool] = []
+
+    def exchange(
+        self,
+        consumer: str,
+        commits: Sequence[Commit],
+        claims: Sequence[Claim],
+        result_ttl_ms: int,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> tuple[list[CommitStatus], list[Delivery]]:
+        answer = super().exchange(consumer, commits, claims, result_ttl_ms, meanwhile)
+        if commits:
+            self.had_claim.append(self._armed is not None)
+        return answer
+
+
+def test_the_next_blocking_claim_goes_out_behind_the_commit(harness: SteppedHarness, models_root: Path):
+    """A client that sends its next job at once does not wait until this worker has read the answer to the commit."""
+    shutil.copytree(ROOT / "models" / "mlp", models_root / "mlp")
+    worker = harness.start_worker(connect=WatchedBroker)
+    broker = worker.broker
+    assert isinstance(broker, WatchedBroker)
+    for version in worker.drain.lifecycle.turns:
+        for _ in range(KNOWN):
+            version.queue.note_forward(0.0001)
+    worker.turn(3)
+    row = {"x": [[1.0] * 384]}
+    for _ in range(3):
+        (job,) = harness.publish_inputs("mlp", row)
+        worker.turn(2)
+        assert harness.state(job) is State.COMPLETED, "the forward ran on the thread of the drain"
+    assert broker.had_claim == [True] * 3
+
+
+def test_reports_wait_a_moment_for_the_next_job(harness: SteppedHarness, models_root: Path):
+    """Not longer: without another job, the turn behind that of the commit reports it."""
+    write_double(models_root)
+    worker = harness.start_worker()
+    (job,) = harness.publish("double", 1)
+    run = worker.begin_next()
+    worker.drain.parts.executor.run(run)
+    worker.drain.parts.executor.finish("a", run)
+    worker.turn()
+    assert harness.state(job) is State.COMPLETED
+    assert worker.drain.parts.telemetry.batches == 0
+    assert worker.drain.sleep_s() == 0.001
+    worker.turn()
+    assert worker.drain.parts.telemetry.batches == 1
+    assert worker.drain.sleep_s() > 1.0

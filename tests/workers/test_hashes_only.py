@@ -93,7 +93,9 @@ def _is_held(asked: Asked) -> bool:
     )
 
 
-@pytest.mark.parametrize(("mode", "keeps"), [("ephemeral", True), ("hashes_only", False)])
+@pytest.mark.parametrize(
+    ("mode", "keeps"), [pytest.param("ephemeral", True, marks=pytest.mark.slow), ("hashes_only", False)]
+)
 def test_inputs_are_kept_as_digests_only(mode: str, keeps: bool, models_root: Path, tmp_path: Path):
     """Heap and disk have no input after its job, and L1 has its digest. In `ephemeral` a reference sample has both."""
     folder = write_package(models_root, "lengths", LENGTHS)

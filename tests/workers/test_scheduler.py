@@ -120,6 +120,20 @@ def test_a_short_forward_runs_at_once_where_nothing_else_can_happen():
     assert (harness.executor.waiting(), harness.executor.running()) == ([], [])
 
 
+@pytest.mark.parametrize(("interrupted", "runs_here"), [(1, True), (2, False)])
+def test_one_interrupted_forward_changes_nothing(interrupted: int, runs_here: bool):
+    """The system stops any thread now and then. A second one of late says that forwards are not short any more."""
+    version = quick_version()
+    harness = Harness(version)
+    for _ in range(interrupted):
+        version.queue.note_forward(0.005)
+        version.queue.note_forward(0.0001)
+    harness.add(version)
+    harness.scheduler.dispatch()
+    assert bool(harness.executor.take_done()) is runs_here
+    assert bool(harness.executor.waiting()) is not runs_here
+
+
 @pytest.mark.parametrize(
     "why", ["long of late", "unknown", "large", "another waits", "two threads", "bound to its thread", "suspect"]
 )

@@ -33,6 +33,7 @@ T = TypeVar("T")
 Reason = Literal["full", "budget", "wait", "idle", "priority"]
 """Why a batch was formed. `priority`: another sub-queue was due, and this one holds a more urgent or an aged job."""
 
+_BANDS: Final = len(Priority)
 _AGED_SHARE: Final = 8
 """One row in so many is kept for aged jobs, and never less than one job."""
 _AGED_TURN: Final = 3
@@ -342,7 +343,7 @@ class _SubQueue(Generic[T]):
 
     def __init__(self, key: BatchKey) -> None:
         self.key = key
-        self.bands: tuple[list[Pending[T]], ...] = tuple([] for _ in Priority)
+        self.bands: tuple[list[Pending[T]], ...] = tuple([[] for _ in range(_BANDS)])
         self.rows = self.nbytes = self.longest = 0
 
     def most_urgent(self) -> Pending[T]:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from celery import Celery
@@ -43,11 +44,20 @@ _COMPRESS_FROM_BYTES: Final = 8_192
 _IDLE_S: Final = 1.0
 """An idle sender notices within this time that events were switched on."""
 _RETRY_S: Final = 1.0
+_CALLS_AT_ONCE: Final = 16
+_PAUSE_S: Final = 0.0002
+"""Long enough for a thread that waits for the interpreter's lock to take it."""
 _CONNECTION: Final = {"socket_timeout": 2.0, "socket_connect_timeout": 2.0}
-_MAX_DESCRIPTIONS: Final = 4_096
+_MAX_TEMPLATES: Final = 4_096
 _UUID: Final = "\0"
 """Stands for the uuids of events that differ in nothing else. No text of an event has this character."""
 _ENCODED_UUID: Final = b'"\\u0000"'
+_NO_TIME: Final = (-1.0, -1)
+_ENCODED_NO_TIME: Final = b',"timestamp":-1.0,"clock":-1'
+_ENCODED_NO_RUNTIME: Final = b',"runtime":-1.0}'
+"""The same for the timestamp and the clock, and for the runtime at the end of an event."""
+
+T = TypeVar("T")
 
 logger = logging.getLogger("penstock.server")
 
@@ -100,6 +110,13 @@ class _Events(NamedTuple):
     encoded: bytes
 
 
+class _Template(NamedTuple):
+    """An encoded event: what is before its uuid, and what is behind its clock."""
+
+    front: bytes
+    behind: bytes
+
+
 class CeleryEventSender:
     """The drain's JobListener that sends Celery's task events, and knows the ids that Celery has revoked.
 
@@ -132,7 +149,10 @@ class CeleryEventSender:
         self._lock = threading.Lock()
         self._work = threading.Event()
         self._stopping = threading.Event()
-        self._descriptions: dict[object, str] = {}
+        self._templates: dict[object, _Template] = {}
+        self._last_received: tuple[JobHeader, _Template] | None = None
+        self._process = (0, 0)
+        """Its id and the offset of its clock from UTC, which every template has."""
         self._encode = msgspec.json.Encoder().encode
         self._producer: Any = None
         self._thread = threading.Thread(target=self._run, name="celery-events", daemon=True)
@@ -213,8 +233,9 @@ class CeleryEventSender:
             self._buffered = 0
         if not buffer:
             return
+        self._follow_process()
         clock = self._app.clock.forward()
-        events = (event for each in buffer for event in each(clock))
+        events = (event for each in _without_haste(buffer) for event in each(clock))
         while message := _first(events, _EVENTS_PER_MESSAGE):
             try:
                 self._publish(b"[%b]" % b",".join(each.encoded for each in message))
@@ -258,23 +279,34 @@ class CeleryEventSender:
             # `collect` closes without a closing handshake, for which a broker that is away would keep us waiting.
             producer.connection.collect(socket_timeout=1.0)
 
+    def _follow_process(self) -> None:
+        process = (os.getpid(), utcoffset())
+        if process != self._process or len(self._templates) >= _MAX_TEMPLATES:
+            self._process, self._last_received = process, None
+            self._templates.clear()
+
     def _receptions(self, jobs: Sequence[JobHeader], at: float, clock: int) -> Iterator[_Events]:
-        common = (_UUID, at, clock, self._hostname, os.getpid(), utcoffset())
         for alike in _alike([job for job in jobs if not job.options.lane]):
-            first = alike[0]
-            event = _TaskReceived(*common, name=shown_name(first.model), args="()", kwargs=self._describe(first))
-            yield self._repeated(event, [job.id for job in alike])
+            yield _repeated(self._reception(alike[0]), [job.id for job in alike], at, clock)
 
     def _starts(self, jobs: Sequence[JobHeader], at: float, clock: int) -> Iterator[_Events]:
-        event = _TaskStarted(_UUID, at, clock, self._hostname, os.getpid(), utcoffset())
-        yield self._repeated(event, [shown_id(job) for job in jobs])
+        template = self._templates.get(_TaskStarted)
+        if template is None:
+            event = _TaskStarted(_UUID, *_NO_TIME, self._hostname, *self._process)
+            template = self._templates[_TaskStarted] = self._template(event)
+        yield _repeated(template, [shown_id(job) for job in jobs], at, clock)
 
     def _completions(
         self, jobs: Sequence[JobHeader], runtime_s: float, version: str, at: float, clock: int
     ) -> Iterator[_Events]:
-        common = (_UUID, at, clock, self._hostname, os.getpid(), utcoffset())
-        event = _TaskSucceeded(*common, result=_shown_version(version), runtime=runtime_s)
-        yield self._repeated(event, [shown_id(job) for job in jobs])
+        key = _TaskSucceeded, version
+        template = self._templates.get(key)
+        if template is None:
+            common = (_UUID, *_NO_TIME, self._hostname, *self._process)
+            event = _TaskSucceeded(*common, result=_shown_version(version), runtime=-1.0)
+            template = self._templates[key] = self._template(event)
+        behind = b'%b,"runtime":%r}' % (template.behind.removesuffix(_ENCODED_NO_RUNTIME), runtime_s)
+        yield _repeated(template._replace(behind=behind), [shown_id(job) for job in jobs], at, clock)
 
     def _retries(self, failed: Sequence[Failed], at: float, clock: int) -> Iterator[_Events]:
         common = (at, clock, self._hostname, os.getpid(), utcoffset())
@@ -287,20 +319,32 @@ class CeleryEventSender:
         common = (at, clock, self._hostname, os.getpid(), utcoffset())
         return (_Events(1, self._encode(_end(each, shown_id(each.header), *common))) for each in ended)
 
-    def _repeated(self, event: _TaskEvent, uuids: Sequence[str]) -> _Events:
-        """One event for each uuid. `event` has _UUID in its place, and is encoded once."""
-        front, behind = self._encode(event).split(_ENCODED_UUID)
-        between = b'"%b,%b"' % (behind, front)
-        return _Events(len(uuids), b'%b"%b"%b' % (front, between.join([uuid.encode() for uuid in uuids]), behind))
+    def _reception(self, job: JobHeader) -> _Template:
+        """The event of a job that was received, and of all that are described by the same words."""
+        last = self._last_received
+        if last is not None and _are_alike(job, last[0]):
+            return last[1]
+        key = (_TaskReceived, job.model, job.tenant, job.priority, job.content)
+        template = self._templates.get(key)
+        if template is None:
+            common = (_UUID, *_NO_TIME, self._hostname, *self._process)
+            event = _TaskReceived(*common, name=shown_name(job.model), args="()", kwargs=shown_arguments(job))
+            template = self._templates[key] = self._template(event)
+        self._last_received = job, template
+        return template
 
-    def _describe(self, job: JobHeader) -> str:
-        key = (job.model, job.tenant, job.priority, job.content)
-        described = self._descriptions.get(key)
-        if described is None:
-            if len(self._descriptions) >= _MAX_DESCRIPTIONS:
-                self._descriptions.clear()
-            described = self._descriptions[key] = shown_arguments(job)
-        return described
+    def _template(self, event: _TaskEvent) -> _Template:
+        """event: with _UUID and _NO_TIME in their places."""
+        front, behind = self._encode(event).split(_ENCODED_UUID, 1)
+        return _Template(front, behind.removeprefix(_ENCODED_NO_TIME))
+
+
+def _repeated(template: _Template, uuids: Sequence[str], at: float, clock: int) -> _Events:
+    """One event for each uuid, all of one time. To encode them one by one takes four times as long, and holds the
+    interpreter's lock, for which the drain waits."""
+    behind = b',"timestamp":%r,"clock":%d%b' % (at, clock, template.behind)
+    between = b'"%b,%b"' % (behind, template.front)
+    return _Events(len(uuids), b'%b"%b"%b' % (template.front, between.join([uuid.encode() for uuid in uuids]), behind))
 
 
 def _end(ended: Ended, uuid: str, timestamp: float, clock: int, hostname: str, pid: int, offset: int) -> _TaskEvent:
@@ -315,23 +359,38 @@ def _end(ended: Ended, uuid: str, timestamp: float, clock: int, hostname: str, p
     return _TaskFailed(*common, exception=exception, runtime=ended.runtime_s, traceback=traceback)
 
 
-def _alike(jobs: Iterable[JobHeader]) -> Iterable[Sequence[JobHeader]]:
+def _alike(jobs: Sequence[JobHeader]) -> Iterable[Sequence[JobHeader]]:
     """The jobs by what their events say of them, but for their ids: each description is encoded once."""
+    if len(jobs) < 2:
+        return (jobs,) if jobs else ()
     groups: dict[object, list[JobHeader]] = {}
     first: JobHeader | None = None
     group: list[JobHeader] = []
     for job in jobs:
         # Most jobs are as the one before: they need no hash.
-        if (
-            first is None
-            or job.content is not first.content
-            or job.tenant != first.tenant
-            or job.priority != first.priority
-            or job.model != first.model
-        ):
+        if first is None or not _are_alike(job, first):
             first, group = job, groups.setdefault((job.model, job.tenant, job.priority, job.content), [])
         group.append(job)
     return groups.values()
+
+
+def _are_alike(job: JobHeader, other: JobHeader) -> bool:
+    """Whether both surely have the same description."""
+    return (
+        job.content is other.content
+        and job.tenant == other.tenant
+        and job.priority == other.priority
+        and job.model == other.model
+    )
+
+
+def _without_haste(buffer: Sequence[T]) -> Iterator[T]:
+    """All of these, with pauses. Meanwhile this thread holds the interpreter's lock, and a lone job would wait for all
+    events of those before it: for longer than for its own answer."""
+    for number, each in enumerate(buffer, 1):
+        yield each
+        if not number % _CALLS_AT_ONCE:
+            time.sleep(_PAUSE_S)
 
 
 def _first(events: Iterator[_Events], most: int) -> list[_Events]:

@@ -101,7 +101,7 @@ class TaskIngress:
         # Before the job, which may end at once.
         self._keep(job_id, request or {})
         (receipt,) = self._broker.publish(slot, [job], self._limits)
-        if receipt.outcome not in ("accepted", "known"):
+        if receipt.outcome not in ("accepted", "exists", "known"):
             raise QueueFull(f"No room for another job of model {model}", receipt.retry_after_s)
         return receipt.job_id
 

@@ -19,6 +19,7 @@ model             a folder -> a decoder
 layer_rules       which keys a layer's queries see
 probe             a decoder is served right, or refused
 attention         the function that the models call
+huge_pages        memory of pages on a CPU
 paged_kernel      attention of decoding rows, in triton
 attention_choice  the kernel, or gathered pages
 forwards          chunks of a step -> logits

@@ -22,12 +22,14 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from penstock.workers.generation.huge_pages import zeros
 from penstock.workers.generation.layer_rules import LayerRule
 
 __all__ = [
     "COMPILED_NAME",
     "DecodeKernel",
     "KeyValuePools",
+    "LayerPool",
     "NAME",
     "RowGroup",
     "StepContext",
@@ -39,6 +41,8 @@ __all__ = [
 NAME: Final = "penstock_paged"
 COMPILED_NAME: Final = "penstock_paged_opaque"
 """The same function, into which torch's compiler does not look."""
+_SCRATCH_BYTES: Final = 8_000_000
+"""More is gathered into new memory: so much is kept for as long as the engine."""
 
 
 class View(NamedTuple):
@@ -53,42 +57,102 @@ class View(NamedTuple):
     is_masked: bool
 
 
+class LayerPool:
+    """Keys and values of one layer, in pages.
+
+    On a CPU those of a token lie side by side, so that one read gathers both, into memory that is used again: it stays
+    in the processor's cache, and asks the system for nothing.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, num_pages: int, page_size: int) -> None:
+        """keys, values: (T, KV, D) and (T, KV, Dv), which show shapes, dtype and device. All pages are zeros."""
+        self._widths: Final = (keys.shape[-1], values.shape[-1])
+        widths = self._widths if keys.is_cuda else (sum(self._widths),)
+        self._stored: Final = [zeros((num_pages, page_size, keys.shape[1], width), keys) for width in widths]
+        halves = self._halves(self._stored)
+        self.keys: Final = halves[0]
+        """(pages, page_size, KV, D)"""
+        self.values: Final = halves[1]
+        """(pages, page_size, KV, Dv)"""
+
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of one page."""
+        return sum(one[0].nbytes for one in self._stored)
+
+    def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """keys, values: (T, KV, D) and (T, KV, Dv). slots: (T,), page * page_size + offset."""
+        rows = (keys, values) if len(self._stored) > 1 else (torch.cat((keys, values), -1),)
+        for stored, each in zip(self._stored, rows, strict=True):
+            stored.view(-1, *stored.shape[2:]).index_copy_(0, slots, each)
+
+    def gather(
+        self, numbers: torch.Tensor, rows: int, length: int, scratch: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pages of B rows -> (B, KV, L, D) and (B, KV, L, Dv). numbers: (B * P,).
+
+        scratch: flat memory, which the tensors may use. `index_select` over flat pages took a quarter of the time of
+        indexing.
+        """
+        found = []
+        for stored in self._stored:
+            flat = stored.view(len(stored), -1)
+            into = None
+            if scratch is not None and (size := len(numbers) * flat.shape[1]) <= len(scratch):
+                into = scratch[:size].view(len(numbers), -1)
+            pages = torch.index_select(flat, 0, numbers, out=into)
+            found.append(pages.view(rows, -1, *stored.shape[2:])[:, :length].transpose(1, 2))
+        return self._halves(found)
+
+    def clear(self, pages: torch.Tensor) -> None:
+        """Zeros."""
+        for stored in self._stored:
+            stored.index_fill_(0, pages, 0)
+
+    def _halves(self, stored: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = stored if len(stored) > 1 else stored[0].split_with_sizes(self._widths, -1)
+        return keys, values
+
+
 class KeyValuePools:
-    """Keys and values of all layers: for each layer (pages, page_size, KV, D), made when the layer is first called."""
+    """Keys and values of all layers. The pool of a layer is made when it is first called."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages: Final = num_pages
         self.page_size: Final = page_size
-        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._layers: dict[int, LayerPool] = {}
+        self._scratch: torch.Tensor | None = None
 
     @property
     def page_nbytes(self) -> int:
         """Bytes of one page in all layers that were called."""
-        return sum(pool[0].nbytes for pair in self._layers.values() for pool in pair)
+        return sum(pool.page_nbytes for pool in self._layers.values())
 
-    def write(
-        self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """keys, values: (T, KV, D). slots: (T,), page * page_size + offset. Returns both pools of the layer."""
-        if layer not in self._layers:
-            self._layers[layer] = (self._pool(keys), self._pool(values))
-        for pool, rows in zip(self._layers[layer], (keys, values), strict=True):
-            pool.view(-1, *pool.shape[2:]).index_copy_(0, slots, rows)
-        return self._layers[layer]
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> LayerPool:
+        """keys, values: (T, KV, D). slots: (T,), page * page_size + offset. Returns the pool of the layer."""
+        pool = self._layers.get(layer)
+        if pool is None:
+            pool = self._layers[layer] = LayerPool(keys, values, self.num_pages, self.page_size)
+        pool.write(slots, keys, values)
+        return pool
+
+    def scratch(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Flat memory on a CPU, for what one call of the attention gathers; the next call overwrites it."""
+        if like.is_cuda:
+            return None
+        if self._scratch is None or self._scratch.dtype != like.dtype:
+            self._scratch = like.new_empty(_SCRATCH_BYTES // like.element_size())
+        return self._scratch
 
     def clear(self, pages: Sequence[int]) -> None:
         """Zeros: a masked NaN in a page would spoil the request that has the page next."""
         if not self._layers:
             return
-        index = torch.tensor(pages, device=next(iter(self._layers.values()))[0].device)
+        index = torch.tensor(pages, device=next(iter(self._layers.values())).keys.device)
         # The pools were made in inference mode, and can be written in it only.
         with torch.inference_mode():
-            for pair in self._layers.values():
-                for pool in pair:
-                    pool.index_fill_(0, index, 0)
-
-    def _pool(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.new_zeros((self.num_pages, self.page_size, *rows.shape[1:]))
+            for pool in self._layers.values():
+                pool.clear(index)
 
 
 @dataclass(slots=True)
@@ -146,7 +210,7 @@ class DecodeKernel(Protocol):
         group: RowGroup,
         rule: LayerRule,
         queries: torch.Tensor,
-        pools: tuple[torch.Tensor, torch.Tensor],
+        pool: LayerPool,
         scale: float,
         softcap: float | None,
         sinks: torch.Tensor | None,
@@ -206,7 +270,7 @@ def paged_attention(
     context.calls.append(layer)
     rule = context.rules[layer]
     queries, keys, values = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    pools = context.pools.write(layer, context.slots, keys, values)
+    pool = context.pools.write(layer, context.slots, keys, values)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     extras = None if softcap is None and s_aux is None else _Extras(softcap, s_aux)
     parts = []
@@ -215,9 +279,11 @@ def paged_attention(
         if extras is None and group.is_causal_alone(rule):
             parts.append(_causal(queries[span], keys[span], values[span], scale))
         elif context.kernel is not None and group.num_queries == 1:
-            parts.append(context.kernel(group, rule, queries[span], pools, scale, softcap, s_aux))
+            parts.append(context.kernel(group, rule, queries[span], pool, scale, softcap, s_aux))
         else:
-            parts.append(_gathered(group, rule, queries[span], pools, scale, extras))
+            view = group.views[rule]
+            pages = pool.gather(view.numbers, group.num_rows, view.length, context.pools.scratch(keys))
+            parts.append(_gathered(group, rule, queries[span], pages, scale, extras))
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
 
 
@@ -242,16 +308,18 @@ def _gathered(
     group: RowGroup,
     rule: LayerRule,
     queries: torch.Tensor,
-    pools: tuple[torch.Tensor, torch.Tensor],
+    pages: tuple[torch.Tensor, torch.Tensor],
     scale: float,
     extras: _Extras | None,
 ) -> torch.Tensor:
-    """(B * Q, H, D) -> (B * Q, H, Dv). Queries that share a head of the keys lie side by side: nothing is repeated."""
+    """(B * Q, H, D) -> (B * Q, H, Dv). Queries that share a head of the keys lie side by side: nothing is repeated.
+
+    pages: keys (B, KV, L, D) and values (B, KV, L, Dv).
+    """
     rows, number, heads = group.num_rows, group.num_queries, queries.shape[1]
-    view, bias = group.views[rule], group.bias(rule, queries.dtype)
-    length = view.length
-    keys, values = (_pages(pool, view.numbers, rows, length) for pool in pools)
-    shared = keys.shape[1]
+    bias = group.bias(rule, queries.dtype)
+    keys, values = pages
+    _, shared, length, _ = keys.shape
     per_key = heads // shared
     packed = queries.reshape(rows, number, shared, per_key, -1).permute(0, 2, 3, 1, 4)
     packed = packed.reshape(rows, shared, per_key * number, -1)
@@ -263,13 +331,6 @@ def _gathered(
         found = _plain(packed, keys, values, bias, scale, extras)
     found = found.reshape(rows, shared, per_key, number, -1).permute(0, 3, 1, 2, 4)
     return found.reshape(rows * number, heads, -1)
-
-
-def _pages(pool: torch.Tensor, numbers: torch.Tensor, rows: int, length: int) -> torch.Tensor:
-    """Pages of all rows -> (B, KV, L, D). `index_select` over flat pages took a quarter of the time of indexing."""
-    pages, _, heads, width = pool.shape
-    flat = pool.view(pages, -1).index_select(0, numbers)
-    return flat.view(rows, -1, heads, width)[:, :length].transpose(1, 2)
 
 
 def _plain(

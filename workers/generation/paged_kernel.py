@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.workers.generation.attention import RowGroup
+from penstock.workers.generation.attention import LayerPool, RowGroup
 from penstock.workers.generation.layer_rules import LayerRule
 
 __all__ = ["decode_attention", "decode_kernel", "merge_kernel", "splits_of"]
@@ -40,7 +40,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     queries, keys, values, numbers, starts, positions, sinks, found, sums,
     width, scale, softcap,
     PAGE: tl.constexpr, HEADS: tl.constexpr, SHARED: tl.constexpr, PER_KEY: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, KEYS_APART: tl.constexpr, VALUES_APART: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     SPLITS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +74,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         is_seen = at <= last
         page = tl.load(numbers + row * width + (at - start) // PAGE, mask=is_seen, other=0)
         slot = (page * PAGE + (at - start) % PAGE) * SHARED + shared
-        key_at = keys + slot[None, :] * D + in_key[:, None]
+        key_at = keys + slot[None, :] * KEYS_APART + in_key[:, None]
         key = tl.load(key_at, mask=is_seen[None, :] & (in_key[:, None] < D), other=0.0)
         logits = tl.dot(query, key, input_precision="ieee") * scale
         if HAS_CAP:
@@ -84,7 +84,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         higher = tl.maximum(highest, tl.max(logits, 1))
         shrink = tl.exp(highest - higher)
         weights = tl.exp(logits - higher[:, None])
-        value_at = values + slot[:, None] * DV + in_value[None, :]
+        value_at = values + slot[:, None] * VALUES_APART + in_value[None, :]
         value = tl.load(value_at, mask=is_seen[:, None] & (in_value[None, :] < DV), other=0.0)
         summed = summed * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
@@ -128,14 +128,14 @@ def decode_attention(
     group: RowGroup,
     rule: LayerRule,
     queries: torch.Tensor,
-    pools: tuple[torch.Tensor, torch.Tensor],
+    pool: LayerPool,
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """queries: (B, H, D), one of each row. pools: (pages, page_size, KV, D) and (.., Dv). Returns (B, H, Dv)."""
+    """queries: (B, H, D), one of each row. Returns (B, H, Dv)."""
     rows, heads, size = queries.shape
-    keys, values = pools
+    keys, values = pool.keys, pool.values
     _, page_size, shared, value_size = values.shape
     view = group.views[rule]
     found = queries.new_empty((rows, heads, value_size))
@@ -167,6 +167,8 @@ def decode_attention(
             PER_KEY=heads // shared,
             D=size,
             DV=value_size,
+            KEYS_APART=keys.stride(2),
+            VALUES_APART=values.stride(2),
             WINDOW=rule.window or 0,
             CHUNK=rule.chunk or 0,
             HAS_CAP=softcap is not None,

@@ -10,7 +10,6 @@ are read while it has arms. A worker that cannot read them for a second trusts n
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
@@ -48,32 +47,19 @@ class ArmBreakers:
     ) -> None:
         self._ring = ring
         self._changes: deque[ArmChange] = deque()
-        self._shared = SharedBreakers(end, models, on_change=self._changed, clock=clock)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._shared.run, args=(self._stopping,), name="arms", daemon=True)
-
-    def start(self) -> None:
-        """Begin to read the breakers."""
-        self._thread.start()
-
-    def stop(self, timeout_s: float = 3.0) -> None:
-        """End the thread."""
-        self._stopping.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-
-    def turn(self) -> bool:
-        """One reading; see SharedBreakers.turn. For tests, which are the thread."""
-        return self._shared.turn()
+        self.shared: Final = SharedBreakers(end, models, thread="arms", on_change=self._changed, clock=clock)
+        """Reads them between its `start` and `stop`."""
 
     def admits(self, model: str, label: str) -> bool:
         """Whether jobs may come to this version as an arm. Before the first reading they may.
 
         The beginning of an experiment is refused while a breaker is open, and the first reading follows at once.
         """
-        if self._shared.away_s > MAX_COPY_AGE_S:
+        if self.shared.away_s > MAX_COPY_AGE_S:
             return False
-        return self._shared.record(f"{model}/{label}{_SUFFIX}").is_closed
+        if not self.shared.has_read(model):
+            self.shared.wake()
+        return self.shared.record(f"{model}/{label}{_SUFFIX}").is_closed
 
     def take_changes(self) -> list[ArmChange]:
         """The versions whose breakers have opened or closed since the last call."""

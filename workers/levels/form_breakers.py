@@ -50,33 +50,25 @@ class FormBreakers:
         self._lock = threading.Lock()
         self._switches: dict[str, Hysteresis] = {}
         """Of the forms that are on here, or were tripped, by name."""
-        self._shared = SharedBreakers(
-            end, models, limits=_LIMITS, wanted=self._due, on_change=self._changed, on_trip=on_trip, clock=clock
+        self.shared: Final = SharedBreakers(
+            end,
+            models,
+            thread="breakers",
+            limits=_LIMITS,
+            wanted=self._due,
+            on_change=self._changed,
+            on_trip=on_trip,
+            clock=clock,
         )
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._shared.run, args=(self._stopping,), name="breakers", daemon=True)
-
-    def start(self) -> None:
-        """Begin to read the breakers and to send what was reported."""
-        self._thread.start()
-
-    def stop(self, timeout_s: float = 3.0) -> None:
-        """Send what waits, once, and end the thread."""
-        self._stopping.set()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-
-    def turn(self) -> bool:
-        """One exchange with the broker; see SharedBreakers.turn. For tests, which are the thread."""
-        return self._shared.turn()
+        """Reads them, and sends what was reported, between its `start` and `stop`."""
 
     def admits(self, name: str) -> bool:
         """Whether the form may run the next batch. Memory only; False while the breaker could not be read."""
-        return self._shared.admits(name)
+        return self.shared.admits(name)
 
     def is_open(self, name: str) -> bool:
         """Whether the breaker was not closed when it was read last."""
-        return not self._shared.record(name).is_closed
+        return not self.shared.record(name).is_closed
 
     def switched_on(self, name: str) -> None:
         """The gate has switched the form on here."""
@@ -104,20 +96,20 @@ class FormBreakers:
             change = step(switch, self._clock())
         if change is not None:
             self._on_transition(name, change)
-            self._shared.force_open(name, change.reason)
+            self.shared.force_open(name, change.reason)
 
     def trip(self, name: str, reason: str) -> None:
         """The form failed at serving: it is off here at once, and on the other workers within a second."""
         self._switch_off(name, reason)
-        self._shared.force_open(name, reason)
+        self.shared.force_open(name, reason)
 
     def failed(self, name: str, reason: str) -> None:
         """The form failed a batch, and stays on until the breaker has counted enough of these."""
-        self._shared.failed(name, reason)
+        self.shared.failed(name, reason)
 
     def take_probe(self, name: str) -> str:
         """The id of the probe, if this worker has it; empty otherwise. Tell each trial to `judged`."""
-        return self._shared.take_probe(name)
+        return self.shared.take_probe(name)
 
     def judged(self, name: str, probe: str, verdict: Verdict, reason: str) -> bool:
         """A trial of the probe ended; whether another one is needed. The last one closes the breaker or opens it."""
@@ -127,9 +119,9 @@ class FormBreakers:
             needs_more = verdict is Verdict.PASS and change is None
         if change is not None:
             self._on_transition(name, change)
-            self._shared.passed(name, probe)
+            self.shared.passed(name, probe)
         elif not needs_more:
-            self._shared.failed(name, reason, probe=probe)
+            self.shared.failed(name, reason, probe=probe)
         return needs_more
 
     def _changed(self, name: str, record: BreakerRecord) -> None:

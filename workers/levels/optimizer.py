@@ -153,7 +153,7 @@ class InferenceOptimizer:
         """Begins to look for steps, once a second and whenever a version is attached."""
         self._thread.start()
         if self._breakers is not None:
-            self._breakers.start()
+            self._breakers.shared.start()
 
     def stop(self) -> None:
         """Makes no more decisions. A build under way ends with the process at the latest."""
@@ -164,7 +164,7 @@ class InferenceOptimizer:
         if self._compiler is not None:
             self._compiler.stop()
         if self._breakers is not None:
-            self._breakers.stop()
+            self._breakers.shared.stop()
         for request in requests:
             request.answer.cancel()
 

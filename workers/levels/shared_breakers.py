@@ -2,7 +2,7 @@
 
     model threads -- admits --------------> LocalBreakers: memory only, at most a second old
                   -- failed, passed ------> waiting reports
-    one thread    -- turn: reports, then a reading of each model, then the probes that this worker wants --> the broker
+    its thread    -- turn: reports, then a reading of each model, then the probes that this worker wants --> the broker
 
 While the broker is away, the copy grows old, and after a second no optimisation is admitted: the plain path serves.
 Reports wait until the broker is back. A breaker that was open, and whose record the broker lost, is opened again.
@@ -48,13 +48,14 @@ class _Report:
 
 
 class SharedBreakers:
-    """The breakers of one worker's models. `admits`, `failed`, `passed`, `force_open` and `take_probe` are for any
-    thread and wait for nothing; one thread calls `turn`, or `run`.
+    """The breakers of one worker's models, read by a thread of their own between `start` and `stop`.
 
-    models: those that this worker serves. wanted: the optimisations that it could probe now, by name; without any it
-    probes none. on_change: is told (name, record) when a breaker has opened or closed, on the thread of `turn`.
-    on_trip: is told (name, record) on the one worker whose report opened the breaker; alerts belong there. clock:
-    monotonic seconds.
+    `admits`, `failed`, `passed`, `force_open`, `take_probe` and `wake` are for any thread and wait for nothing.
+
+    models: those whose breakers are read now. The copy of another model is forgotten. thread: the name of the thread.
+    wanted: the optimisations that it could probe now, by name; without any it probes none. on_change: is told (name,
+    record) when a breaker has opened or closed, on the thread of `turn`. on_trip: is told (name, record) on the one
+    worker whose report opened the breaker; alerts belong there. clock: monotonic seconds.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class SharedBreakers:
         end: BreakerEnd,
         models: Callable[[], Sequence[str]],
         *,
+        thread: str = "breakers",
         limits: BreakerLimits | None = None,
         wanted: Callable[[], Collection[str]] = tuple,
         on_change: Callable[[str, BreakerRecord], None] = lambda name, record: None,
@@ -84,12 +86,33 @@ class SharedBreakers:
         self._now_ms: dict[str, int] = {}
         """By model: the broker's clock at the last reading."""
         self._wake = threading.Event()
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name=thread, daemon=True)
         self._away_since: float | None = None
         """When the broker was first found away; None: it answers."""
         self.dropped = 0
         """Reports for which there was no room while the broker was away."""
 
+    def start(self) -> None:
+        """Begin to read the breakers and to send what was reported."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 3.0) -> None:
+        """Send what waits, once, and end the thread."""
+        self._is_stopping = True
+        self._wake.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
     # For any thread
+
+    def wake(self) -> None:
+        """Let the next turn follow at once."""
+        self._wake.set()
+
+    def has_read(self, model: str) -> bool:
+        """Whether the breakers of this model were read since it is one of the models."""
+        return self._local.has_read(model)
 
     def admits(self, name: str) -> bool:
         """Whether this optimisation may run the next batch. Memory only."""
@@ -135,21 +158,25 @@ class SharedBreakers:
         since = self._away_since
         return 0.0 if since is None else self._clock() - since
 
-    # For one thread
+    # Its thread
 
-    def run(self, stopping: threading.Event) -> None:
-        """Take turns until `stopping` is set. Then what waits is sent once more."""
-        while not stopping.is_set():
+    def _run(self) -> None:
+        while not self._is_stopping:
             self._wake.wait(READ_EVERY_S)
             self._wake.clear()
             self.turn()
         self.turn()
 
     def turn(self) -> bool:
-        """One exchange with the broker. False: it was away, and what waits is sent by a later turn."""
+        """One exchange with the broker. False: it was away, and what waits is sent by a later turn.
+
+        For tests as well, which are the thread then.
+        """
+        models = self._models()
+        self._local.keep(models)
         try:
             self._send_reports()
-            for model in self._models():
+            for model in models:
                 self._read(model)
             self._send_reports()
             self._ask_for_probes()
@@ -180,11 +207,16 @@ class SharedBreakers:
         asked_at_s = self._clock()
         reading = self._end.breakers(model)
         self._now_ms[model] = reading.now_ms
+        is_first = not self._local.has_read(model)
         for name in self._local.read(model, reading, asked_at_s):
             logger.warning("%s, and it is opened again", _LOST, extra={"breaker": name})
             self.force_open(name, _LOST)
         for name, record in reading.records.items():
             self._tell(name, record)
+        if is_first:
+            # Open when the model was one of the models last, which is so long ago that the record has gone.
+            for name in [name for name in self._told if name.startswith(f"{model}/") and name not in reading.records]:
+                self._tell(name, BreakerRecord())
 
     def _tell(self, name: str, record: BreakerRecord) -> None:
         if self._told.get(name, True) == record.is_closed:

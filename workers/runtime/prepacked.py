@@ -29,10 +29,13 @@ from torch.nn.functional import gelu, linear
 from penstock.workers.runtime.compilable import CompilationRefused
 
 __all__ = [
+    "MOST_PACKED_BYTES",
     "PackedFailure",
     "Packing",
     "PrepackedLinear",
     "can_prepack",
+    "is_exact_gelu",
+    "is_plain",
     "pack_linears",
     "packable",
     "prepack",
@@ -43,7 +46,7 @@ _DTYPES: Final = (torch.float32, torch.bfloat16)
 _LEAST_ROWS: Final = 8
 _PACKED_FOR_ROWS: Final = 256
 """The rows of the calls that oneDNN chooses the layout for. Calls of 64 to 4,096 rows were as fast by it."""
-_MOST_BYTES: Final = 500_000_000
+MOST_PACKED_BYTES: Final = 500_000_000
 """More packed weights are refused: as much growth as TorchCompileSafetyMonitor allows a compiled form."""
 _PROBE_TOLERANCE: Final = 0.05
 """bf16 has 8 bits. An operator with another meaning differs by more from outputs of about 1."""
@@ -140,9 +143,9 @@ def prepack(module: torch.nn.Module) -> Packing:
     nbytes = sum(weight.nbytes for weight in {id(one.weight): one.weight for one in linears}.values())
     if not linears:
         raise CompilationRefused("Found no linear layer that can be packed, expected one in fp32 or bf16 on a CPU")
-    if nbytes > _MOST_BYTES:
+    if nbytes > MOST_PACKED_BYTES:
         raise CompilationRefused(
-            f"The packed weights would take {nbytes / 1e6:.0f} MB, expected at most {_MOST_BYTES / 1e6:.0f}"
+            f"The packed weights would take {nbytes / 1e6:.0f} MB, expected at most {MOST_PACKED_BYTES / 1e6:.0f}"
         )
     pack_linears(linears)
     pairs = list(_pairs(module))
@@ -178,10 +181,10 @@ def unpack(layer: PrepackedLinear) -> None:
 
 def _linears(module: torch.nn.Module) -> Iterator[torch.nn.Linear]:
     """The layers that compute what nn.Linear does and nothing more, each once."""
-    return (one for one in module.modules() if type(one) is torch.nn.Linear and _is_plain(one) and _is_packable(one))
+    return (one for one in module.modules() if type(one) is torch.nn.Linear and is_plain(one) and _is_packable(one))
 
 
-def _is_plain(module: torch.nn.Module) -> bool:
+def is_plain(module: torch.nn.Module) -> bool:
     """Whether a call of the module is one call of its class's `forward`."""
     hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     return not any(hooks) and not module.training and "forward" not in vars(module)
@@ -241,7 +244,7 @@ def _pairs(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, str]
     for parent in module.modules():
         children = {name: child for name, child in parent._modules.items() if child is not None}
         layers = {name for name, one in children.items() if type(one) is PrepackedLinear and registered[id(one)] == 1}
-        activations = {name for name, child in children.items() if _is_exact_gelu(child)}
+        activations = {name for name, child in children.items() if is_exact_gelu(child)}
         if layers and activations:
             for layer, activation in _neighbours(parent):
                 if layer in layers and activation in activations:
@@ -276,9 +279,9 @@ def _neighbours(parent: torch.nn.Module) -> list[tuple[str, str]]:
     ]
 
 
-def _is_exact_gelu(module: torch.nn.Module) -> bool:
+def is_exact_gelu(module: torch.nn.Module) -> bool:
     """Whether the module computes GELU by the error function: torch's own, or the class that transformers uses."""
-    if not _is_plain(module):
+    if not is_plain(module):
         return False
     if type(module) is torch.nn.GELU:
         return module.approximate == "none"

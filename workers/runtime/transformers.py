@@ -53,6 +53,8 @@ _GPU_FORWARD_TOKENS: Final = 4096
 """The cost of one more forward, in computed tokens. Padding beyond it costs more than another slice."""
 _SHORT_TOKENS: Final = 128
 """Up to this length, eager attention is faster in bf16 on a CPU: 1.05 to 1.1 times; at 256 tokens 0.8 times."""
+_CHECKED_TOKENS: Final = 32
+"""Tokens of the rows with which a form is compared when it is built; one row has half as many."""
 _MOST_TOKENISER_THREADS: Final = 4
 _COMPILED_ROWS: Final = 64
 """Rows of the largest slice that a compiled form covers, where the package does not name a larger batch."""
@@ -219,16 +221,27 @@ class EncoderRuntime(PackageRuntime):
 
     def _prepacked(self) -> Forward:
         """The model in fp32 with packed weights beside its own."""
+        import torch
+
         from penstock.workers.runtime.prepacked import prepack
 
+        with suppress(CompilationRefused):
+            return self._unpadded(torch.float32)
         module = sharing_weights(self._loaded)
         packing = prepack(module)
         return WithProvenance(self._embedding(module), packing.made, dict)
 
     def _reduced_on_cpu(self) -> Forward:
-        """The model in bf16, with packed weights where that can be, and the attention that is faster at each length."""
+        """The model in bf16, with packed weights where that can be.
+
+        Where tokens are padded, by the attention that is faster at each length.
+        """
+        import torch
+
         from penstock.workers.runtime.prepacked import prepack
 
+        with suppress(CompilationRefused):
+            return self._unpadded(torch.bfloat16)
         long = self._reduced("bf16")
         made: Mapping[str, object] = {}
         with suppress(CompilationRefused):
@@ -237,6 +250,27 @@ class EncoderRuntime(PackageRuntime):
         short.encoder.set_attn_implementation("eager")
         embed = self._embedding(lambda ids, mask: (short if ids.shape[1] <= _SHORT_TOKENS else long)(ids, mask))
         return WithProvenance(embed, made, dict)
+
+    def _unpadded(self, dtype: torch.dtype) -> Forward:
+        """The model on the tokens of a batch without padding. Raises CompilationRefused; see UnpaddedEncoder."""
+        import torch
+
+        from penstock.workers.runtime.unpadded import UnpaddedEncoder
+
+        encoder = UnpaddedEncoder(self._loaded, dtype, self._example_tensors(2, min(_CHECKED_TOKENS, self._max_tokens)))
+        device = self._loaded_device
+
+        def forward(prepared: Prepared) -> dict[str, Array]:
+            vectors = np.empty((prepared.rows, self._width), np.float32)
+            slices: Sequence[_Slice] = prepared.payload
+            with device.inference():
+                ids = [piece.ids.flatten() if piece.mask is None else piece.ids[piece.mask.bool()] for piece in slices]
+                lengths = [length for piece in slices for length in _lengths(piece)]
+                embedded = encoder(torch.cat(ids), lengths)
+                vectors[[row for piece in slices for row in piece.rows]] = device.download(embedded)
+            return {self._output: vectors}
+
+        return WithProvenance(forward, encoder.packing.made, dict)
 
     def _compiled(self, compiler: ModelCompiler, form: str) -> Forward:
         compiled = compiler.compile(self, form)
@@ -417,6 +451,14 @@ class EncoderRuntime(PackageRuntime):
 def _filled(ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """The mask; all ones where there is no padding."""
     return ids.new_ones(ids.shape) if mask is None else mask
+
+
+def _lengths(piece: _Slice) -> list[int]:
+    """The tokens of each row, without padding."""
+    if piece.mask is None:
+        return [piece.ids.shape[1]] * len(piece.rows)
+    lengths: list[int] = piece.mask.sum(1).tolist()
+    return lengths
 
 
 def _uploaded(piece: _Slice, device: TorchDevice) -> tuple[torch.Tensor, torch.Tensor | None]:

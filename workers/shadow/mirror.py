@@ -1,10 +1,13 @@
 """Committed jobs -> pairs in the shadow queue, on a thread of its own: no job waits for its pair.
 
     lease thread  follow --> the orders of the served models, as of the last report
-    I/O thread    offer: a committed batch --> the sampled jobs, or nothing --> shadow-mirror: seal, append
+    I/O thread    offer: a committed batch --> the pairs of its sampled jobs, or nothing --> shadow-mirror: seal, append
 
 While no model of the worker has a shadow, a batch costs one test of a flag. Pairs that cannot be kept up with are
 dropped and counted: the memory that waits is bounded, and an error of the broker loses the pairs of one call.
+
+A pair keeps its own bytes, and neither its batch nor the other jobs of that: the memory of these is warm, and the next
+jobs get it.
 """
 
 from __future__ import annotations
@@ -12,11 +15,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import attrgetter
-from queue import Empty, SimpleQueue
 from typing import Final, NamedTuple, Protocol
 
 from penstock.registry.broker.base import State
@@ -35,15 +37,15 @@ from penstock.workers.results import EncodedOutputs
 __all__ = ["Mirror", "NullMirror", "ShadowMirror"]
 
 _MOST_WAITING_BYTES: Final = 32 * 1024 * 1024
-_JOB_BYTES: Final = 1024
-"""The memory of a job that waits, besides its inputs and outputs."""
+_PAIR_BYTES: Final = 1024
+"""The memory of a pair that waits, besides its inputs and outputs."""
 _LINGER_S: Final = 0.25
-"""Pairs of so long share a call: a wake-up for each batch would cost more than the pairs."""
-_TURN_PAIRS: Final = 16
-"""Pairs that are sealed in a row: some hundred would keep the interpreter's lock from the drain for milliseconds."""
+"""Pairs of so long share a call, if they are few: a wake-up for each batch would cost more than the pairs."""
 _FULL_S: Final = 1.0
 """After a full queue has refused a pair, none is offered for so long: to seal pairs costs more than to drop them."""
-_CALL_PAIRS: Final = 128
+_CALL_PAIRS: Final = 32
+"""Pairs that are sealed in a row and appended by one call. The drain waits for the interpreter's lock while they are
+sealed, and jobs wait for the broker while it appends them: some hundred would take milliseconds."""
 _CALL_BYTES: Final = 1 << 20
 
 logger = logging.getLogger("penstock.server")
@@ -90,18 +92,14 @@ class _Shadow(NamedTuple):
 
 
 class _Answered(NamedTuple):
-    """The sampled jobs of one batch, with what they were answered."""
+    """The pairs of one batch, not sealed yet."""
 
     order: ShadowOrder
-    run: BatchRun
-    jobs: Sequence[tuple[ClaimedJob, Outputs | EncodedOutputs]]
+    version: str
+    """The version that answered."""
+    pairs: Sequence[ShadowPair]
     nbytes: int
     """The memory that they keep."""
-
-
-class _Sealed(NamedTuple):
-    order: ShadowOrder
-    pair: bytes
 
 
 class ShadowMirror:
@@ -134,8 +132,8 @@ class ShadowMirror:
         self._refused: dict[str, bytes] = {}
         """By model, the record that was refused last: it is logged once."""
         self._is_away = False
-        self._waiting: SimpleQueue[_Answered | None] = SimpleQueue()
-        self._waiting_bytes = 0
+        self._waiting: deque[_Answered] = deque()
+        self._waiting_bytes = self._waiting_pairs = 0
         self._over: set[str] = set()
         """Shadows that their canary has ended. Their orders are there until an operator stops them."""
         self._full_until: dict[str, float] = {}
@@ -143,7 +141,10 @@ class ShadowMirror:
         self._dropped: dict[str, int] = {}
         """By model, jobs that were dropped here and are not counted in the broker yet."""
         self._lock = threading.Lock()
-        self._is_closing = threading.Event()
+        self._wake = threading.Event()
+        self._is_asleep = False
+        """Whether the thread waits without a limit of time."""
+        self._is_closing = False
         self._thread: threading.Thread | None = None
 
     @property
@@ -168,7 +169,10 @@ class ShadowMirror:
             if (shadow := self._shadow_of(run)) is not None:
                 items, is_sampled = run.batch.items, shadow.is_sampled
                 chosen = [n for n, item in enumerate(items) if is_sampled(item.job.header.id)]
-                self._keep(shadow, run, [(items[n].job, answer) for n in chosen if _is_told(answer := run.answers[n])])
+                if chosen:
+                    self._keep(shadow, run, [(items[n].job, run.answers[n]) for n in chosen])
+        if not settlement.outcomes:
+            return
         for run, outcomes in groupby(
             (outcome for outcome, state in settlement.outcomes if state is State.COMPLETED and outcome.how == "ran"),
             key=attrgetter("run"),
@@ -179,7 +183,7 @@ class ShadowMirror:
                     for outcome in outcomes
                     if not outcome.job.header.version and shadow.is_sampled(outcome.job.header.id)
                 ]
-                self._keep(shadow, run, [each for each in sampled if _is_told(each[1])])
+                self._keep(shadow, run, sampled)
 
     def _shadow_of(self, run: BatchRun) -> _Shadow | None:
         """The shadow of the version that answered; None where the candidate itself did, or the shadow has ended."""
@@ -198,33 +202,66 @@ class ShadowMirror:
         told = [(job, answer) for job, answer in jobs if not isinstance(answer, Failure)]
         if not told:
             return
-        if self._clock() < self._full_until.get(shadow.order.id, 0.0):
+        order, version = shadow.order, run.version.label
+        if self._clock() < self._full_until.get(order.id, 0.0):
             with self._lock:
-                self._drop(shadow.order.model, run.version.label, "full", len(told))
-                is_first = self._dropped[shadow.order.model] == len(told)
+                self._drop(order.model, version, "full", len(told))
+                is_first = self._dropped[order.model] == len(told)
             if is_first:
                 # The thread tells the broker of the drops.
-                self._waiting.put(_Answered(shadow.order, run, (), 0))
+                self._put(_Answered(order, version, (), 0))
             return
-        # An answer is a view of the outputs of the whole batch: they stay in memory with it.
-        nbytes = run.output_bytes + sum([len(job.delivery.sealed) + _JOB_BYTES for job, _ in told])
+        pairs = [pair for job, answer in told if (pair := self._pair_of(order, run, job, answer)) is not None]
+        nbytes = sum([_memory_of(pair, run) for pair in pairs])
         with self._lock:
-            if self._waiting_bytes + nbytes > self._most_bytes or self._is_closing.is_set():
-                self._drop(shadow.order.model, run.version.label, "behind", len(told))
+            if len(pairs) < len(told):
+                self._drop(order.model, version, "unsendable", len(told) - len(pairs))
+            if self._waiting_bytes + nbytes > self._most_bytes or self._is_closing:
+                self._drop(order.model, version, "behind", len(pairs))
                 return
             self._waiting_bytes += nbytes
-        self._waiting.put(_Answered(shadow.order, run, told, nbytes))
-        self._start()
+            self._waiting_pairs += len(pairs)
+        self._put(_Answered(order, version, pairs, nbytes))
+
+    def _pair_of(
+        self, order: ShadowOrder, run: BatchRun, job: ClaimedJob, answer: Outputs | EncodedOutputs
+    ) -> ShadowPair | None:
+        """None: the outputs cannot be encoded."""
+        try:
+            content, body = (
+                (answer.content, answer.body) if isinstance(answer, EncodedOutputs) else encode(answer, may_view=True)
+            )
+        except InvalidInput:
+            return None
+        header = PairHeader(
+            id=job.header.id,
+            tenant=job.header.tenant,
+            model=order.model,
+            shadow=order.id,
+            version=run.version.label,
+            content_hash=run.model.content_hash,
+            inputs=job.header.content,
+            outputs=content,
+            input_bytes=len(job.body),
+            compute_ms=(run.ended - run.started) * 1e3,
+            batch_rows=run.batch.rows,
+            key=self._keyring.signing_id,
+            is_sealed=self._keyring.seals,
+        )
+        return ShadowPair(header, job.body, body)
+
+    def _put(self, answered: _Answered) -> None:
+        self._waiting.append(answered)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="shadow-mirror", daemon=True)
+            self._thread.start()
+        if (self._is_asleep or self._waiting_pairs >= _CALL_PAIRS) and not self._wake.is_set():
+            self._wake.set()
 
     def _drop(self, model: str, version: str, reason: str, count: int) -> None:
         """Under the lock."""
         self._dropped[model] = self._dropped.get(model, 0) + count
         self._metrics.shadow_pairs(model, version, reason, count)
-
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="shadow-mirror", daemon=True)
-            self._thread.start()
 
     # The lease thread
 
@@ -272,68 +309,51 @@ class ShadowMirror:
     # The thread of the mirror
 
     def _run(self) -> None:
-        is_over = False
-        while not is_over:
-            taken = [self._waiting.get()]
-            self._is_closing.wait(self._linger_s)
-            with suppress(Empty):
-                while True:
-                    taken.append(self._waiting.get_nowait())
-            is_over = None in taken
-            self.send([answered for answered in taken if answered is not None])
+        has_sent = False
+        while not self._is_closing or self._waiting:
+            if not has_sent:
+                self._is_asleep = True
+                # After the flag, so that `_put` sees it, or is seen here.
+                if not self._waiting and not self._is_closing:
+                    self._wake.wait()
+                self._is_asleep = False
+            self._wake.clear()
+            if not self._is_closing:
+                self._wake.wait(self._linger_s)
+            taken = [self._waiting.popleft() for _ in range(len(self._waiting))]
+            self.send(taken)
+            has_sent = bool(taken)
 
     def send(self, taken: Sequence[_Answered]) -> None:
         """Seal and append these. Called on the thread of the mirror, which must outlive every error."""
+        with self._lock:
+            self._waiting_pairs -= sum([len(answered.pairs) for answered in taken])
         try:
-            pairs: dict[str, list[bytes]] = {answered.order.id: [] for answered in taken}
-            for order, pair in self._sealed(taken):
-                pairs[order.id].append(pair)
             for order in {answered.order.id: answered.order for answered in taken}.values():
-                for call in _calls(pairs[order.id]) or [[]]:
-                    self._append(order, call)
+                self._send_to(order, [answered for answered in taken if answered.order.id == order.id])
         except Exception:
             logger.exception("the mirror failed")
         finally:
             with self._lock:
-                self._waiting_bytes -= sum(answered.nbytes for answered in taken)
+                self._waiting_bytes -= sum([answered.nbytes for answered in taken])
 
-    def _sealed(self, taken: Sequence[_Answered]) -> list[_Sealed]:
-        sealed: list[_Sealed] = []
+    def _send_to(self, order: ShadowOrder, taken: Sequence[_Answered]) -> None:
+        """The pairs of one shadow, call by call. Without pairs, the broker learns of the drops."""
+        call: list[bytes] = []
+        size = 0
         for answered in taken:
-            order, version = answered.order, answered.run.version.label
-            for job, answer in answered.jobs:
-                if len(sealed) % _TURN_PAIRS == _TURN_PAIRS - 1:
-                    time.sleep(0)
-                pair = self._pair_of(answered, job, answer)
-                if pair is None or len(pair) > MAX_PAIR_BYTES:
+            for pair in answered.pairs:
+                sealed = pair.seal(self._keyring)
+                if len(sealed) > MAX_PAIR_BYTES:
                     with self._lock:
-                        self._drop(order.model, version, "large" if pair else "unsendable", 1)
-                else:
-                    sealed.append(_Sealed(order, pair))
-        return sealed
-
-    def _pair_of(self, answered: _Answered, job: ClaimedJob, answer: Outputs | EncodedOutputs) -> bytes | None:
-        run = answered.run
-        try:
-            content, body = (
-                (answer.content, answer.body) if isinstance(answer, EncodedOutputs) else encode(answer, may_view=True)
-            )
-        except InvalidInput:
-            return None
-        header = PairHeader(
-            id=job.header.id,
-            tenant=job.header.tenant,
-            model=answered.order.model,
-            shadow=answered.order.id,
-            version=run.version.label,
-            content_hash=run.model.content_hash,
-            inputs=job.header.content,
-            outputs=content,
-            input_bytes=len(job.body),
-            compute_ms=(run.ended - run.started) * 1e3,
-            batch_rows=run.batch.rows,
-        )
-        return ShadowPair(header, job.body, body).seal(self._keyring)
+                        self._drop(order.model, answered.version, "large", 1)
+                    continue
+                if call and (len(call) == _CALL_PAIRS or size + len(sealed) > _CALL_BYTES):
+                    self._append(order, call)
+                    call, size = [], 0
+                call.append(sealed)
+                size += len(sealed)
+        self._append(order, call)
 
     def _append(self, order: ShadowOrder, pairs: Sequence[bytes]) -> None:
         with self._lock:
@@ -360,26 +380,15 @@ class ShadowMirror:
     def close(self, timeout_s: float = 2.0) -> None:
         """See Mirror."""
         with self._lock:
-            self._is_closing.set()
+            self._is_closing = True
         if self._thread is not None:
-            self._waiting.put(None)
+            self._wake.set()
             self._thread.join(timeout_s)
         self._end.close()
 
 
-def _is_told(answer: object) -> bool:
-    """Whether the client got outputs."""
-    return not isinstance(answer, Failure)
-
-
-def _calls(pairs: Iterable[bytes]) -> list[list[bytes]]:
-    """The pairs of each call: at most _CALL_PAIRS, and no further one beyond _CALL_BYTES."""
-    calls: list[list[bytes]] = []
-    size = 0
-    for pair in pairs:
-        if not calls or len(calls[-1]) == _CALL_PAIRS or size + len(pair) > _CALL_BYTES:
-            calls.append([])
-            size = 0
-        calls[-1].append(pair)
-        size += len(pair)
-    return calls
+def _memory_of(pair: ShadowPair, run: BatchRun) -> int:
+    """The bytes that a pair keeps from being freed. A view of an answer keeps the outputs of the whole batch."""
+    outputs = pair.encoded_outputs
+    kept = run.output_bytes if isinstance(outputs, memoryview) else len(outputs)
+    return len(pair.encoded_inputs) + kept + _PAIR_BYTES

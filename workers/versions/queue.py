@@ -7,7 +7,7 @@ reserve, release: jobs that wait or run;  in_flight: batches on the model thread
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import inf
@@ -30,6 +30,7 @@ _CAP_HOLDS_S: Final = 300.0
 """A memory cap is doubled after this time without a batch that did not fit."""
 _UNKNOWN_FORWARD_S: Final = 1.0
 _FADING: Final = 0.75
+_RECENT: Final = 8
 _LONGEST_ROW: Final = 8192
 """A token cap above full batches of rows of this length limits nothing."""
 
@@ -51,6 +52,9 @@ class VersionQueue:
         """Results of ended batches that are not on their way to the broker yet; only those of large batches count."""
         self.longest_forward_s = _UNKNOWN_FORWARD_S
         """The longest forward of late; each later batch lowers it by a quarter."""
+        self._recent_s = deque([_UNKNOWN_FORWARD_S] * _RECENT, _RECENT)
+        self.usual_forward_s = _UNKNOWN_FORWARD_S
+        """The longest of the last eight forwards but one: the system stops any thread now and then."""
         self.row_bytes = policy.result_row_bytes
         """Bytes of outputs that one row is expected to have; 0: nothing is known before the first batch."""
         self._set_limits(policy.limits)
@@ -106,10 +110,13 @@ class VersionQueue:
     def note_forward(self, seconds: float) -> None:
         """A forward took so long."""
         self.longest_forward_s = max(seconds, self.longest_forward_s * _FADING)
+        self._recent_s.append(seconds)
+        self.usual_forward_s = sorted(self._recent_s)[-2]
 
     def forget_forwards(self) -> None:
         """The model was loaded: nothing is known of its forwards."""
-        self.longest_forward_s = _UNKNOWN_FORWARD_S
+        self.longest_forward_s = self.usual_forward_s = _UNKNOWN_FORWARD_S
+        self._recent_s.extend([_UNKNOWN_FORWARD_S] * _RECENT)
 
     def learn_results(self, batch: Batch[ClaimedJob], output_bytes: int) -> None:
         """Bound the next batches by the results of this one. The expectation grows at once and shrinks slowly."""

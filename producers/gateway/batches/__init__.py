@@ -4,7 +4,7 @@ upload --> file_store.py: index.db and one block file each (block_file.py), seal
                 |
 batch --> runner.py: one process runs a batch, under a lock that ends with the process
                 |-- lines.py: bytes -> lines, checked
-                |-- batch_run.py: a window of jobs, each line with an idempotency key of its own
+                |-- batch_run.py: a window of jobs, each line's with an id that follows from its number
                 '-- journal.py: ended lines -> the output file and the error file, which say what a restart skips
 """
 

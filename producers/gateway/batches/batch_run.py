@@ -5,9 +5,9 @@
                           |          '-- refused: that line fails
                           '-- at most `max_outstanding` jobs at a time; a full queue makes the chunk wait
 
-Each line has the idempotency key <batch>:<line>. After a kill -9 the next process submits the lines without an answer
-again, and the broker gives the jobs that it already has. A cancelled or expired batch cancels its jobs; lines that
-have no answer then are in the error file.
+The job of a line has an id that follows from the batch and the number of the line. After a kill -9 the next process
+submits the lines without an answer again, and the broker accepts no job that it already has. A cancelled or expired
+batch cancels its jobs; lines that have no answer then are in the error file.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from penstock.registry.errors import (
     Unauthorized,
     UnknownJob,
 )
+from penstock.registry.queues import DerivedIds
 from penstock.registry.tensors import Array
 
 __all__ = ["BatchRun", "Endpoint", "LineJob", "Resume", "StopCode", "WriteError"]
@@ -93,10 +94,12 @@ class _Pending:
 
 @dataclass(slots=True)
 class BatchRun:
-    """The run of one batch. max_outstanding: jobs at a time. resume: has the task act for the batch's caller."""
+    """The run of one batch. made_at: when it was created, in Unix seconds. max_outstanding: jobs at a time.
+    resume: has the task act for the batch's caller."""
 
     client: GatewayClient
     batch_id: str
+    made_at: int
     resume: Callable[[], Awaitable[Entry]]
     url: str
     endpoint: Endpoint
@@ -108,6 +111,8 @@ class BatchRun:
     """Groups of lines that wait for room in a limit."""
     _handles: dict[str, AsyncJobHandle] = field(default_factory=dict)
     """The jobs that have not ended."""
+    _ids: dict[str, DerivedIds] = field(default_factory=dict)
+    """Those of the jobs, by model."""
     _limits: set[asyncio.Timeout] = field(default_factory=set)
     """How long each chunk waits for its jobs: without a limit, until the run is stopped."""
 
@@ -292,8 +297,12 @@ class BatchRun:
     async def _submit(self, group: Sequence[_Pending], refused: dict[int, InvalidInput]) -> list[AsyncJobHandle]:
         job = group[0].job
         options = SubmitOptions("low", None, None, job.version, job.outputs)
-        items = [(each.job.inputs, f"{self.batch_id}:{each.line.number}") for each in group]
-        return await self.client.submit_items(job.model, items, options, refused, _ROOM_TIMEOUT_S)
+        ids = self._ids.get(job.model)
+        if ids is None:
+            ids = self._ids[job.model] = DerivedIds(job.model, self.batch_id, self.made_at * 1000)
+        job_ids = [ids.of(each.line.number) for each in group]
+        inputs = [each.job.inputs for each in group]
+        return await self.client.submit_items(job.model, inputs, job_ids, options, refused, _ROOM_TIMEOUT_S)
 
     async def _await_ends(self, handles: Sequence[AsyncJobHandle], results: dict[str, Answered]) -> None:
         """Adds how the jobs ended, by id; without those that a stopped run does not await any longer."""

@@ -51,23 +51,21 @@ def read_lines(blocks: Iterable[bytes], most_bytes: int) -> Iterator[Line]:
     """The lines of a file. Holds one block and one line of at most `most_bytes`."""
     number, rest, is_too_long = 1, b"", False
     for block in blocks:
-        *whole, rest_of_block = block.split(b"\n")
-        for part in whole:
-            text = rest + part
-            yield from _line(number, text, is_too_long=is_too_long or len(text) > most_bytes)
-            number, rest, is_too_long = number + 1, b"", False
-        rest += rest_of_block
+        first, *others = block.split(b"\n")
+        rest += first
+        for part in others:
+            if is_too_long or len(rest) > most_bytes:
+                yield Line(number, None)
+            elif rest and not rest.isspace():
+                yield Line(number, rest)
+            number, rest, is_too_long = number + 1, part, False
         if len(rest) > most_bytes:
             # Its bytes need not be kept: the line fails.
             rest, is_too_long = b"x", True
-    yield from _line(number, rest, is_too_long=is_too_long)
-
-
-def _line(number: int, text: bytes, *, is_too_long: bool) -> Iterator[Line]:
     if is_too_long:
         yield Line(number, None)
-    elif text and not text.isspace():
-        yield Line(number, text)
+    elif rest and not rest.isspace():
+        yield Line(number, rest)
 
 
 def open_line(line: Line, endpoint: str) -> LineRequest:

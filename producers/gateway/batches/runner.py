@@ -159,6 +159,7 @@ class BatchRunner:
         run = BatchRun(
             self._client,
             stored.batch.id,
+            stored.batch.created_at,
             partial(self._options.resume, stored.key_id, stored.tenant),
             stored.batch.endpoint,
             endpoint,

@@ -90,16 +90,14 @@ class Calls:
         self.enter: Final = enter
         self._turns = Turns()
 
-    def unary(self, name: str, kind: Any, method: Method) -> Any:
-        """The handler of a method with one request of this kind, and one answer. name: /service/method."""
+    def unary(self, name: str, kind: Any, method: Method, model_of: Callable[[Any], str] | None = None) -> Any:
+        """The handler of a method with one request of this kind, and one answer. name: /service/method.
+
+        model_of: the model that a request names, if the method submits a job.
+        """
 
         async def serve(data: bytes, context: Any) -> bytes:
-            self._turns.running += 1
-            try:
-                answer: bytes = await self.end(name, context, lambda call: self._answer(call, kind, data, method))
-            finally:
-                self._turns.running -= 1
-            return answer
+            return await self.end(name, context, lambda call: self._answer(call, kind, data, method, model_of))
 
         # Messages are parsed in `_answer`: what grpc.aio cannot parse it answers as an unknown error.
         return grpc.unary_unary_rpc_method_handler(serve)
@@ -124,10 +122,20 @@ class Calls:
             context.set_trailing_metadata(_trailing(call))
         return answer
 
-    async def _answer(self, call: Call, kind: Any, data: bytes, method: Method) -> bytes:
+    async def _answer(
+        self, call: Call, kind: Any, data: bytes, method: Method, model_of: Callable[[Any], str] | None
+    ) -> bytes:
         request = parsed(kind, data)
-        await self._turns.pass_through()
-        answer: bytes = (await method(call, request)).SerializeToString()
+        if model_of is None:
+            answer: bytes = (await method(call, request)).SerializeToString()
+            return answer
+        model = model_of(request)
+        turn = self._turns.begin(model)
+        try:
+            await turn.pass_through()
+            answer = (await method(call, request)).SerializeToString()
+        finally:
+            self._turns.end(model)
         return answer
 
     def status_of(self, name: str, error: Exception) -> Status:

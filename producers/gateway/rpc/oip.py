@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import aclosing
+from operator import attrgetter
 from typing import Any, Final
 
 from penstock.producers.gateway.exchange import RequestRefused
@@ -61,12 +62,14 @@ class OipService:
             "ServerMetadata": self.show_server,
             "ModelMetadata": self.show_model,
             "RepositoryIndex": self.show_index,
-            "ModelInfer": self.infer,
         }
         found = {
             name: self._calls.unary(f"/{SERVICE}/{name}", message(f"{name}Request"), method)
             for name, method in methods.items()
         }
+        found["ModelInfer"] = self._calls.unary(
+            f"/{SERVICE}/ModelInfer", message("ModelInferRequest"), self.infer, attrgetter("model_name")
+        )
         streamed = "ModelStreamInfer"
         found[streamed] = self._streams.both_ways(
             f"/{SERVICE}/{streamed}", message("ModelInferRequest"), self.infer_streamed, self.refused

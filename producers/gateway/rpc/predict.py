@@ -7,6 +7,7 @@ PredictStream   the same for each message, in their order; an error ends the str
 from __future__ import annotations
 
 import asyncio
+from operator import attrgetter
 from typing import Any, Final
 
 from penstock.producers.gateway.flat_rows import flat_rows, named_model, only_input
@@ -36,7 +37,7 @@ class PredictService:
     def handlers(self) -> dict[str, Any]:
         """The handlers of grpc.aio, by the method's name."""
         return {
-            "Predict": self._calls.unary(f"/{SERVICE}/Predict", _Request, self.predict),
+            "Predict": self._calls.unary(f"/{SERVICE}/Predict", _Request, self.predict, attrgetter("model")),
             "PredictStream": self._streams.both_ways(f"/{SERVICE}/PredictStream", _Request, self.predict_streamed),
         }
 

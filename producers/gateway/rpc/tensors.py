@@ -12,6 +12,7 @@ import numpy as np
 
 from penstock.producers.gateway.oip_tensors import DATATYPES, DTYPES_OF, bytes_of, count_of, from_bytes
 from penstock.producers.gateway.rpc.messages import message
+from penstock.producers.gateway.tensors import dtype_of
 from penstock.registry.errors import InvalidInput, shown
 from penstock.registry.tensors import DTYPES, MAX_STRINGS, STRING, Array
 
@@ -68,7 +69,7 @@ def read_infer(request: Any) -> dict[str, Array]:
 def write_infer(request: Any, version: str, outputs: Mapping[str, Array]) -> Any:
     """The ModelInferResponse to a request."""
     response = _Response(model_name=request.model_name, model_version=version, id=request.id)
-    dtypes = {name: STRING if values.dtype == object else values.dtype.name for name, values in outputs.items()}
+    dtypes = {name: dtype_of(values) for name, values in outputs.items()}
     is_raw = bool(request.raw_input_contents) or any(dtype not in _FIELDS for dtype in dtypes.values())
     for name, values in outputs.items():
         tensor = response.outputs.add(name=name, datatype=DATATYPES[dtypes[name]], shape=values.shape)

@@ -14,7 +14,7 @@ if pairs_here > 0 then
   local time = redis.call('TIME')
   local oldest = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000) - ttl)
   -- A few more than are appended, so that old pairs leave faster than new ones come.
-  for _, entry in ipairs(redis.call('XRANGE', KEYS[1], '-', oldest, 'COUNT', math.min(#ARGV, 32))) do
+  for _, entry in ipairs(redis.call('XRANGE', KEYS[1], '-', oldest, 'COUNT', math.min(#ARGV, 64))) do
     redis.call('XDEL', KEYS[1], entry[1])
     bytes = bytes - #(entry[2][2] or '')
     pairs_here, expired = pairs_here - 1, expired + 1

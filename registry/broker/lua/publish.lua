@@ -7,9 +7,9 @@
 --       then per idempotency key: the number of its job, digest, fingerprint,
 --       then per job: sealed and, if there are several kinds, the number of its kind,
 --       then per job with a webhook: the number of the job, the target
--- Returns per job: 'a' accepted, 'k<local id>' the first job of the idempotency key answers, 'c' conflict,
---       'f<retry ms>' queue full, 't<retry ms>' the tenant has too many jobs in flight, 'm<retry ms>' the server is
---       short of memory.
+-- Returns per job: 'a' accepted, 'e' the id exists and its reply does not go to this client, 'k<local id>' the first job
+--       of the idempotency key answers, 'c' conflict, 'f<retry ms>' queue full, 't<retry ms>' the tenant has too many
+--       jobs in flight, 'm<retry ms>' the server is short of memory.
 local max_depth, tenant_max, ttl, count = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
 local kinds, idempotent = tonumber(ARGV[7]), tonumber(ARGV[8])
 local depths, in_flight, accepted, used = {}, {}, {}, {}
@@ -62,6 +62,16 @@ local function retry_ms(waiting)
   return math.max(10, math.min(30000, math.ceil(waiting / rate)))
 end
 
+-- The answer for an id that has a record. The caller either has not received our first answer, or gives its jobs ids that
+-- an earlier process has given them. In that case, and once the job has ended, no reply may come to this client.
+-- GETRANGE refuses a foreign key, of another type: the client must not wait for that job.
+local function repeated(record, client)
+  local head = redis.call('GETRANGE', record, 0, 1023)
+  local at = string.find(head, '\n', 1, true)
+  local is_live = string.find(head, '^[QK]') and at
+  return is_live and string.sub(head, at, at + #client - 1) == client and 'a' or 'e'
+end
+
 -- What jobs have in common, by the word that names it. `client` and `expires` are parts of records.
 local kind_of = {}
 local at = 8
@@ -105,8 +115,7 @@ for job = 1, count do
       refused = refused + 1
       out[job] = no_room .. retry_ms(refused)
     elseif no_room then
-      -- The same id again: the client has not received our first answer.
-      out[job] = 'a'
+      out[job] = repeated(record, kind.client)
     else
       local entry = redis.call('XADD', stream, '*', 'e', ARGV[a + 1])
       local target, digest = targets[job], idempotency and idempotency.digest or ''
@@ -121,12 +130,11 @@ for job = 1, count do
         accepted[tenant] = (accepted[tenant] or 0) + 1
         if kind.account ~= '' then used[kind.account] = (used[kind.account] or 0) + 1 end
         if in_flight[tenant] then in_flight[tenant] = in_flight[tenant] + 1 end
+        out[job] = 'a'
       else
         redis.call('XDEL', stream, entry)
-        -- The same id again. GET refuses a foreign key, of another type: the client must not wait for that job.
-        redis.call('GET', record)
+        out[job] = repeated(record, kind.client)
       end
-      out[job] = 'a'
     end
   end
 end

@@ -23,6 +23,13 @@ def test_lists_are_passed_on_unchanged():
     assert read(inputs) == inputs
 
 
+def test_sampling_fields_are_passed_on_unchanged():
+    """They are an object, but no tensor, unless they have a dtype."""
+    assert read({"sampling_params": {"max_tokens": 5}}) == {"sampling_params": {"max_tokens": 5}}
+    document = {"dtype": "string", "shape": [1], "data": ['{"max_tokens": 5}']}
+    assert list(np.asarray(read({"sampling_params": document})["sampling_params"])) == ['{"max_tokens": 5}']
+
+
 def test_outputs_in_base64_are_inputs_again():
     """Arrays written with base64 are read with the same dtype, shape and bytes, also NaN."""
     outputs = {**OUTPUTS, "n": np.array([[np.nan, np.inf]], np.float16)}

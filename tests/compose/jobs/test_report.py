@@ -16,7 +16,7 @@ from penstock.registry.admission import JobBuilder, SubmitOptions
 from penstock.registry.envelope import Keyring, Retry
 from penstock.registry.errors import BadSignature, InvalidInput, ResultGone, UnknownJob
 from penstock.registry.package import load_package
-from penstock.registry.queues import job_time_ms, new_job_id
+from penstock.registry.queues import DerivedIds, job_time_ms, new_job_id
 from penstock.safety.privacy import InputRedactor
 from penstock.safety.sealing import DataKeys
 from tests.packages import write_raiser
@@ -90,6 +90,20 @@ def test_a_running_job_shows_its_worker_attempts_and_crashes(harness: SteppedHar
     text = shown(facts)
     assert f"worker         {second.drain.name}\n" in text
     assert "cancel requested yes\n" in text
+
+
+def test_a_job_of_a_batch_shows_durations_only(harness: SteppedHarness):
+    """Its id has the time of the batch, which may be hours before that of the job."""
+    spec = load_package(harness.models_root / "raiser" / "1").spec
+    builder = JobBuilder(tenant="acme", keyring=UNSIGNED, max_bytes=1 << 20)
+    job_id = DerivedIds("raiser", "batch_1", 1_000).of(1)
+    jobs = builder.build_many(spec, [({"x": [[1, 0, 0, 0]]}, None)], job_ids=[job_id])
+    assert [receipt.job_id for receipt in harness.broker.publish("raiser", jobs, LIMITS)] == [job_id]
+    harness.start_worker().forwards()
+    facts = described(harness, job_id)
+    assert (facts["state"], facts["batch_size"]) == ("completed", 1)
+    assert {"queue_ms", "compute_ms"} <= facts.keys()
+    assert not {"submitted_ms", "started_ms", "ended_ms"} & facts.keys()
 
 
 def test_a_completed_job_shows_its_batch_and_times(harness: SteppedHarness):

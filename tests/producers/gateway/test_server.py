@@ -212,6 +212,9 @@ def test_gunicorn_sums_its_processes(stack: GatewayStack, tmp_path: Path):
         with gateway.client() as http:
             lines = http.get("/metrics").text.splitlines()
         assert sum(float(line.split()[-1]) for line in lines if ":predict" in line and "requests_total" in line) == 20
+        # Its children outlive a killed parent.
+        gateway.terminate()
+        gateway.wait(30)
     finally:
         gateway.stop()
 

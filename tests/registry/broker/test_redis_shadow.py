@@ -119,6 +119,24 @@ def test_old_pairs_expire(end: RedisShadow, slot: str):
     assert end.state(slot).flow["bytes"] == "0"
 
 
+def test_old_pairs_leave_faster_than_new_ones_come(end: RedisShadow, slot: str):
+    """A queue that was not read for long becomes shorter with each call of the mirror."""
+    order = started(end, slot)
+    for _ in range(3):
+        end.mirror(order, [b"old"] * 32)
+    short = ShadowOrder(order.id, slot, "1", 1.0, order.until_ms, pair_ttl_ms=1)
+    wait_until(lambda: end.server_ms() > _last_ms(end, order) + 1, 30, "they are too old")
+    end.mirror(short, [b"new"] * 32)
+    assert end.state(slot).pairs < 96
+    assert int(end.state(slot).flow["expired"]) > 32
+
+
+def _last_ms(end: RedisShadow, order: ShadowOrder) -> int:
+    """When the last pair was mirrored."""
+    (entry_id, _), *_ = end._run(["XREVRANGE", shadow_key(order.model), "+", "-", "COUNT", 1])
+    return int(entry_id.partition(b"-")[0])
+
+
 def started_again(end: RedisShadow, order: ShadowOrder, **more: int) -> ShadowOrder:
     """Another shadow of the same model."""
     end.stop(order.model)
@@ -208,13 +226,60 @@ def test_a_pair_counts_once(end: RedisShadow, slot: str):
     assert end.state(slot).flow["bytes"] == "0"
 
 
-def test_figures_are_added_up_as_statistics_says(end: RedisShadow, slot: str):
+def test_each_pair_of_a_call_counts_for_itself(end: RedisShadow, slot: str):
+    """Of three pairs in one call, another shadow worker has settled the second: the two others are counted."""
+    order = started(end, slot)
+    end.mirror(order, [b"1", b"2", b"3"])
+    pairs = take(end, order)
+    assert settle(end, order, [pairs[1]], figures={"y.max_delta": 7.0}) == [True]
+    assert settle(end, order, pairs, figures={"y.max_delta": 0.5}) == [True, False, True]
+    report = end.state(slot).report
+    assert report["n:pass"] == "3"
+    count, mean, _, least, largest = map(float, report["f:y.max_delta"].split())
+    assert (count, least, largest) == (3, 0.5, 7)
+    assert mean == pytest.approx(8 / 3)
+    assert end.state(slot).pairs == 0
+
+
+def test_calls_are_short(end: RedisShadow, slot: str, server: RedisServer):
+    """Jobs wait for the server during a script: 100 pairs are taken by four calls, and settled by four."""
+    order = started(end, slot)
+    end.mirror(order, [b"%d" % number for number in range(100)])
+
+    def calls() -> int:
+        with server.client() as client:
+            return int(client.info("commandstats")["cmdstat_evalsha"]["calls"])
+
+    before = calls()
+    pairs = take(end, order, 100)
+    assert [pair.sealed for pair in pairs] == [b"%d" % number for number in range(100)]
+    taken = calls()
+    assert settle(end, order, pairs) == [True] * 100
+    assert (taken - before, calls() - taken) == (4, 4)
+    assert end.state(slot).report["n:pass"] == "100"
+
+
+def test_bytes_of_all_calls_are_bounded(end: RedisShadow, slot: str):
+    """The bound holds for what is taken as a whole: the pair that reaches it is the last one."""
+    order = started(end, slot)
+    end.mirror(order, [b"x" * 10] * 100)
+    taken = end.take(slot, order.id, "a", 100, most_bytes=401, lease_ms=60_000)
+    assert taken is not None
+    assert len(taken) == 41
+
+
+@pytest.mark.parametrize("at_once", [1, 40])
+def test_figures_are_added_up_as_statistics_says(end: RedisShadow, slot: str, at_once: int):
     """Mean and squared differences of close values near 1, where a sum of squares would lose them."""
     order = started(end, slot)
     values = [0.999_999_9 + 1e-9 * ((n * 37) % 11) for n in range(40)]
     end.mirror(order, [b"p"] * 40)
-    for pair, value in zip(take(end, order), values, strict=True):
-        settle(end, order, [pair], figures={"y.min_cosine": value}, is_in_series=True)
+    settled = [
+        Settled(pair.entry_id, 1, "pass", {"y.min_cosine": value}, is_in_series=True)
+        for pair, value in zip(take(end, order), values, strict=True)
+    ]
+    for start in range(0, 40, at_once):
+        end.settle(slot, order.id, settled[start : start + at_once])
     count, mean, m2, least, largest = map(float, end.state(slot).report["f:y.min_cosine"].split())
     assert count == 40
     assert mean == pytest.approx(statistics.fmean(values), rel=1e-15)
@@ -224,12 +289,17 @@ def test_figures_are_added_up_as_statistics_says(end: RedisShadow, slot: str):
     assert len(end.state(slot, series=5).series) == 5
 
 
-def test_the_worst_examples_are_kept(end: RedisShadow, slot: str):
+@pytest.mark.parametrize("at_once", [1, 30])
+def test_the_worst_examples_are_kept(end: RedisShadow, slot: str, at_once: int):
     """Twenty of them, the worst first."""
     order = started(end, slot)
     end.mirror(order, [b"p"] * 30)
-    for number, pair in enumerate(take(end, order)):
-        settle(end, order, [pair], badness=float(number % 30), example=f'"{number}"')
+    settled = [
+        Settled(pair.entry_id, 1, "pass", badness=float(number), example=f'"{number}"')
+        for number, pair in enumerate(take(end, order))
+    ]
+    for start in range(0, 30, at_once):
+        end.settle(slot, order.id, settled[start : start + at_once])
     assert end.state(slot).worst == [f'"{number}"' for number in range(29, 9, -1)]
 
 

@@ -16,6 +16,7 @@ from msgspec import structs
 from penstock.registry.broker.base import State
 from penstock.registry.envelope import Failure, JobHeader, Options
 from penstock.registry.tensors import Tensor
+from penstock.workers.celery_bridge import events
 from penstock.workers.celery_bridge.events import CeleryEventSender
 from penstock.workers.celery_bridge.presentation import shown_arguments, shown_id, shown_name
 from penstock.workers.observe.listener import Ended, Failed
@@ -108,8 +109,8 @@ def test_each_job_of_a_call_has_the_event_that_it_would_have_alone(
             getattr(sender, call)(jobs, at)
     found = sender.sent()
     clock = found[0]["clock"] if found else 0
-    events = [expected(call, job, at, host, clock) for call, jobs, at in calls for job in jobs]
-    assert sorted(found, key=json.dumps) == sorted((event for event in events if event is not None), key=json.dumps)
+    wanted = [expected(call, job, at, host, clock) for call, jobs, at in calls for job in jobs]
+    assert sorted(found, key=json.dumps) == sorted((event for event in wanted if event is not None), key=json.dumps)
 
 
 def test_completed_jobs_have_the_events_and_totals_of_finished_ones():
@@ -147,8 +148,8 @@ def test_many_jobs_are_sent_in_several_messages_and_none_twice(count: int):
     sender = Kept("h")
     for start in range(0, count, 64):
         sender.started(jobs[start : start + 64], 1000.0)
-    events = sender.sent()
-    assert [event["uuid"] for event in events] == [job.id for job in jobs]
+    sent = sender.sent()
+    assert [event["uuid"] for event in sent] == [job.id for job in jobs]
     assert len(sender.messages) == -(-count // 6_016)
     assert sender.dropped == 0
 
@@ -165,3 +166,15 @@ def test_events_that_cannot_be_sent_are_counted_one_by_one():
     sender.finished([Ended(JobHeader("mlp.a", "acme", "mlp", "high", ()), State.EXPIRED, 0.0, None, "")], 1000.0)
     sender._flush()
     assert sender.dropped == 8
+
+
+def test_events_follow_the_offset_of_the_clock(monkeypatch: pytest.MonkeyPatch):
+    """What all events have in common is kept from flush to flush, but not beyond the end of summer time."""
+    sender = Kept("h")
+    job = JobHeader("mlp.1", "acme", "mlp", "high", CONTENTS[0])
+    for offset in (-1, -1, -2):
+        monkeypatch.setattr(events, "utcoffset", lambda offset=offset: offset)
+        sender.messages.clear()
+        sender.received([job], 1000.0)
+        sender.completed([job], 0.25, "1", 1000.0)
+        assert {event["utcoffset"] for event in sender.sent()} == {offset}

@@ -22,7 +22,10 @@ VARIANTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "bf16": ("bf16", {}),
     "bf16, all of it": ("bf16", {"WINDOW": 128, "HAS_CAP": True, "HAS_SINKS": True}),
     "bf16, few rows": ("bf16", {"SPLITS": 16}),
-    "bf16, small heads": ("bf16", {"D": 64, "DV": 64, "BLOCK_D": 64, "BLOCK_DV": 64, "BLOCK": 128}),
+    "bf16, small heads": (
+        "bf16",
+        {"D": 64, "DV": 64, "KEYS_APART": 64, "VALUES_APART": 64, "BLOCK_D": 64, "BLOCK_DV": 64, "BLOCK": 128},
+    ),
     "fp32, chunks": ("fp32", {"CHUNK": 8192}),
 }
 _SHAPE: Final = {
@@ -32,6 +35,8 @@ _SHAPE: Final = {
     "PER_KEY": 4,
     "D": 128,
     "DV": 128,
+    "KEYS_APART": 128,
+    "VALUES_APART": 128,
     "WINDOW": 0,
     "CHUNK": 0,
     "HAS_CAP": False,

@@ -1,6 +1,6 @@
-"""A program: our kernel in triton's interpreter, against the attention over gathered pages. Prints its errors as JSON.
+"""A program: our kernel in triton's interpreter, against the attention over gathered pages. Prints a part as JSON.
 
-TRITON_INTERPRET=1 python -m tests.workers.generation.interpreted
+TRITON_INTERPRET=1 python -m tests.workers.generation.interpreted errors|replayed|ARCHITECTURE
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -174,8 +175,8 @@ def _replayed() -> dict[str, tuple[bool, int, float]]:
     return found
 
 
-def _main() -> None:
-    torch.set_num_threads(1)
+def _errors() -> dict[str, float]:
+    """The largest of each case."""
     kernel = choose_kernel("triton", TorchDevice("cpu", 1))
     if kernel is None:
         raise ValueError("Found no kernel, expected that of the interpreter")
@@ -185,10 +186,16 @@ def _main() -> None:
         for seed, paged_kernel._PROGRAMS in enumerate(PROGRAMS):
             found.append(error_of(case, kernel, seed))
         errors[name] = max(found)
+    return errors
+
+
+def _main(part: str) -> None:
+    torch.set_num_threads(1)
     # Two parts of each of three rows.
     paged_kernel._PROGRAMS = 20
-    json.dump({"errors": errors, "texts": {name: _texts(name) for name in TEXTS}, "replayed": _replayed()}, sys.stdout)
+    parts: dict[str, Callable[[], Any]] = {"errors": _errors, "replayed": _replayed}
+    json.dump(parts[part]() if part in parts else _texts(part), sys.stdout)
 
 
 if __name__ == "__main__":
-    _main()
+    _main(sys.argv[1])

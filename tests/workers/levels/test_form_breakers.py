@@ -79,7 +79,7 @@ class _Fleet:
         """The breakers' threads exchange what they know; nobody else's clock goes on."""
         for worker in (self.first, self.second, self.first):
             assert worker.optimizer._breakers is not None
-            worker.optimizer._breakers.turn()
+            worker.optimizer._breakers.shared.turn()
 
     def settle(self) -> None:
         """Exchanges and ticks until nobody has anything to do."""
@@ -198,7 +198,7 @@ def test_a_worker_that_starts_later_does_not_use_what_is_off(fleet: _Fleet, tmp_
     third.serve(61)
     third.settle()
     assert third.optimizer._breakers is not None
-    third.optimizer._breakers.turn()
+    third.optimizer._breakers.shared.turn()
     third.settle()
     assert third.runtime.forms.name == "eager"
     assert not fleet._serves(third)
@@ -255,7 +255,7 @@ class _Day:
         """A day; a granted probe passes, and a form whose breaker is closed is switched on by the gate."""
         for number in range(DAY_S):
             for worker in self.workers:
-                worker.turn()
+                worker.shared.turn()
                 if probe := worker.take_probe(FORM):
                     while worker.judged(FORM, probe, Verdict.PASS, ""):
                         pass

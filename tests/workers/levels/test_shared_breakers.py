@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Final
@@ -252,17 +251,39 @@ def test_an_open_breaker_survives_a_broker_that_lost_its_data(
 
 def test_its_thread_takes_turns_until_it_is_stopped(on_redis: Callable[[], Worker]):
     """A report wakes it, and what was told last is sent before it ends."""
-    worker, other, stopping = on_redis(), on_redis(), threading.Event()
-    thread = threading.Thread(target=worker.breakers.run, args=(stopping,), daemon=True)
-    thread.start()
+    worker, other = on_redis(), on_redis()
+    worker.breakers.start()
     wait_until(lambda: worker.breakers.admits(NAME), 30, "the first reading")
     worker.breakers.force_open(NAME, "drift")
     wait_until(lambda: worker.trips, 30, "the broker has heard of it")
     worker.breakers.force_open(OTHER, "drift")
-    stopping.set()
-    thread.join()
+    worker.breakers.stop(30)
     turn([other])
     assert admitting([other]) + admitting([other], OTHER) == [False, False]
+
+
+def test_what_nobody_reads_is_forgotten(clock: Clock):
+    """A model that is gone for some time has new breakers afterwards, and a closed one is told."""
+    store = MemoryBreakers(lambda: int(clock.now_s * 1000))
+    models = ["minilm"]
+    changes: list[bool] = []
+    breakers = SharedBreakers(
+        store, lambda: models, on_change=lambda name, record: changes.append(record.is_closed), clock=clock
+    )
+    breakers.force_open(NAME, "drift")
+    assert breakers.turn()
+    assert breakers.has_read("minilm")
+    assert not breakers.record(NAME).is_closed
+    models.clear()
+    assert breakers.turn()
+    assert not breakers.has_read("minilm")
+    assert breakers.record(NAME).is_closed
+    store = MemoryBreakers(lambda: int(clock.now_s * 1000))
+    breakers._end = store
+    models.append("minilm")
+    assert breakers.turn()
+    assert (breakers.admits(NAME), changes) == (True, [False, True])
+    assert not store.breakers("minilm").records, "nothing was lost, and nothing is opened again"
 
 
 def test_names_are_made_of_three_parts():

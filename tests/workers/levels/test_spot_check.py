@@ -62,7 +62,7 @@ class _Fleet:
     def turn(self) -> None:
         for worker in self.workers:
             assert worker.optimizer._breakers is not None
-            worker.optimizer._breakers.turn()
+            worker.optimizer._breakers.shared.turn()
 
     def serve(self, batches: int) -> None:
         """Traffic of the first worker; after each batch its optimizer has time."""

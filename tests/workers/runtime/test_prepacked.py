@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.workers.runtime import prepacked
+from penstock.workers.runtime import prepacked, unpadded
 from penstock.workers.runtime.compilable import CompilationRefused
 from penstock.workers.runtime.forms import WithProvenance, thread_copy_of
 from penstock.workers.runtime.prepacked import PrepackedLinear, can_prepack, prepack
@@ -98,14 +98,25 @@ def test_minilm_with_packed_weights_is_exact(minilm: EncoderRuntime, batch: int,
         np.testing.assert_allclose(form(batch_of)["embedding"], expected, rtol=0, atol=1e-5)
 
 
-def test_minilm_uses_the_packed_weights_and_fuses_each_gelu(minilm: EncoderRuntime, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MiniLM is an encoder of a kind that is not known to run without padding."""
+    monkeypatch.setattr(unpadded, "_why_unknown", lambda _: "found another one")
+
+
+@pytest.mark.usefixtures("padded")
+def test_encoder_of_any_kind_uses_the_packed_weights_and_fuses_each_gelu(
+    minilm: EncoderRuntime, monkeypatch: pytest.MonkeyPatch
+):
     """One multiplication a layer by the operator, six of them with their GELU; the pooler, of two rows, is dense."""
     form = minilm.candidates(None)["prepacked"]()
     assert isinstance(form, WithProvenance)
     assert (form.made["packed_layers"], form.made["fused_activations"]) == (37, 6)
     used = count_multiplications(monkeypatch)
-    form(minilm.prepare([{"text": np.array(["word " * 20] * 2, object)}]))
+    batch = minilm.prepare([{"text": np.array(["word " * 20] * 2, object)}])
+    vectors = form(batch)["embedding"]
     assert (len(used), sum(used)) == (36, 6)
+    np.testing.assert_allclose(vectors, minilm.run(batch)["embedding"], rtol=0, atol=1e-5)
 
 
 def test_packing_leaves_the_serving_model_as_it_is(minilm: EncoderRuntime):
@@ -118,8 +129,9 @@ def test_packing_leaves_the_serving_model_as_it_is(minilm: EncoderRuntime):
     assert all(torch.equal(weight, numbers[name]) for name, weight in minilm.model.named_parameters())
 
 
+@pytest.mark.usefixtures("padded")
 def test_packed_bf16_points_where_fp32_does(minilm: EncoderRuntime):
-    """The bf16 form packs its own weights, and both its attentions read the same ones."""
+    """The bf16 form of any encoder packs its own weights, and both its attentions read the same ones."""
     form = minilm._reduced_on_cpu()
     assert isinstance(form, WithProvenance)
     if not form.made:
@@ -445,9 +457,9 @@ def test_weights_beyond_the_limit_are_refused_before_they_are_packed(monkeypatch
     """The limit is that of the safety monitor for compiled forms, and nothing is allocated above it."""
     from penstock.workers.compilation import TorchCompileSafetyMonitor
 
-    limit = prepacked._MOST_BYTES
+    limit = prepacked.MOST_PACKED_BYTES
     assert limit == TorchCompileSafetyMonitor().memory_growth_threshold_mb * 1e6
-    monkeypatch.setattr(prepacked, "_MOST_BYTES", 4 * WIDTH * WIDTH - 1)
+    monkeypatch.setattr(prepacked, "MOST_PACKED_BYTES", 4 * WIDTH * WIDTH - 1)
     monkeypatch.setattr(prepacked, "_packed", lambda _: pytest.fail("a weight was packed"))
     form = seeded(lambda: nn.Linear(WIDTH, WIDTH))
     with pytest.raises(CompilationRefused, match="The packed weights would take 0 MB, expected at most 0"):

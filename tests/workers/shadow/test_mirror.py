@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,8 @@ from penstock.registry.envelope import Keyring, Retry
 from penstock.registry.queues import shadow_key, shadow_order_key
 from penstock.registry.shadow import ShadowOrder, ShadowPair, sampler
 from penstock.safety.operator_key import OperatorKey, PublicKeys
+from penstock.workers.batch_run import BatchRun
+from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.shadow.mirror import ShadowMirror
 from tests.packages import write_double, write_package, write_raiser
@@ -53,11 +57,12 @@ class Mirrored:
         *,
         keyring: Keyring = UNSIGNED,
         timeout_s: float = LEAST_PATIENCE_S,
+        connect: type[RedisShadow] = RedisShadow,
         **options: Any,
     ) -> None:
         self.metrics = InferenceMetrics((1.0,))
         options = {"verify": None, "linger_s": 0.0, **options}
-        self.mirror = ShadowMirror(RedisShadow.from_url(url, timeout_s=timeout_s), keyring, self.metrics, **options)
+        self.mirror = ShadowMirror(connect.from_url(url, timeout_s=timeout_s), keyring, self.metrics, **options)
         self.worker: SteppedWorker = harness.start_worker(mirror=self.mirror)
         self._harness = harness
 
@@ -94,6 +99,18 @@ def pairs(end: RedisShadow, order: ShadowOrder, count: int, keyring: Keyring = U
     return [ShadowPair.open(each.sealed, keyring) for each in taken]
 
 
+def held_by(kept: object) -> list[object]:
+    """All objects that this one keeps in memory, but for what modules keep anyway."""
+    held: dict[int, object] = {}
+    left = [kept]
+    while left:
+        each = left.pop()
+        if id(each) not in held and not isinstance(each, (type, ModuleType)):
+            held[id(each)] = each
+            left += gc.get_referents(each)
+    return [*held.values()]
+
+
 def test_without_a_shadow_nothing_is_done(harness: SteppedHarness, shared_redis: RedisServer, slot: str):
     """No thread is started, and the drain does not call the mirror."""
     mirrored = Mirrored(harness, shared_redis.url)
@@ -118,6 +135,44 @@ def test_answered_jobs_become_pairs(harness: SteppedHarness, shared_redis: Redis
     # The pairs are there a little before they are counted.
     wait_until(lambda: mirrored.count("mirrored") == 3, 30, "they are counted")
     mirrored.mirror.close()
+
+
+def test_pairs_that_wait_keep_no_batch(harness: SteppedHarness, shared_redis: RedisServer, slot: str, end: RedisShadow):
+    """Nor its other jobs: only the bytes of the sampled ones stay in memory."""
+    order = begun(end, slot, share=0.3)
+    mirrored = Mirrored(harness, shared_redis.url, linger_s=3600.0)
+    mirrored.report()
+    ids = mirrored.serve(slot, *range(60))
+    sampled = {job_id for job_id in ids if sampler(order)(job_id)}
+    assert 0 < len(sampled) < 60
+    assert {pair.header.id for answered in mirrored.mirror._waiting for pair in answered.pairs} == sampled
+    held = held_by(mirrored.mirror._waiting)
+    assert not [each for each in held if isinstance(each, (BatchRun, ClaimedJob, np.ndarray))]
+    # The envelope of a job has its inputs.
+    assert len([each for each in held if isinstance(each, bytes) and len(each) > 64]) <= len(sampled)
+    mirrored.mirror.close()
+    assert end.state(slot).pairs == len(sampled)
+
+
+def test_many_pairs_do_not_wait_for_others(
+    harness: SteppedHarness, shared_redis: RedisServer, slot: str, end: RedisShadow
+):
+    """The pairs of one call are enough. Each call is small: the drain and the broker's other clients wait for it."""
+    begun(end, slot)
+    calls: list[int] = []
+
+    class Recording(RedisShadow):
+        def mirror(self, order: ShadowOrder, pairs: Sequence[bytes], *, dropped: int = 0):
+            calls.append(len(pairs))
+            return super().mirror(order, pairs, dropped=dropped)
+
+    mirrored = Mirrored(harness, shared_redis.url, linger_s=3600.0, connect=Recording)
+    mirrored.report()
+    mirrored.serve(slot, *range(100))
+    wait_until(lambda: end.state(slot).pairs >= 64, 30, "most pairs are there")
+    mirrored.mirror.close()
+    assert sum(calls) == 100
+    assert max(calls) == 32
 
 
 def test_only_the_sample_is_mirrored(harness: SteppedHarness, shared_redis: RedisServer, slot: str, end: RedisShadow):

@@ -25,6 +25,7 @@ from penstock.registry.package import load_package
 from penstock.safety.arm_figures import ArmFigures, read_observations
 from penstock.safety.breaker import MAX_COPY_AGE_S, MemoryBreakers
 from penstock.safety.routing import Arm, RoutingTable
+from penstock.workers.levels import shared_breakers
 from penstock.workers.versions import peers
 from penstock.workers.versions.repository import DiskRepository
 from tests.packages import write_package
@@ -135,7 +136,7 @@ class Site:
     def read_breakers(self, worker: SteppedWorker) -> bool:
         """One reading of the thread that reads them."""
         assert worker.drain.parts.arm_breakers is not None
-        return worker.drain.parts.arm_breakers.turn()
+        return worker.drain.parts.arm_breakers.shared.turn()
 
     def answered_by(self, worker: SteppedWorker, *numbers: float, **how: Any) -> set[str]:
         """The versions that answer such jobs."""
@@ -144,7 +145,8 @@ class Site:
         return {self.version_of(job_id) for job_id in jobs}
 
     def figures(self, worker: SteppedWorker) -> dict[int, dict[str, ArmFigures]]:
-        """What the workers have written, after a report of this one."""
+        """What the workers have written, after a report of this one. Jobs are counted in the turn behind their own."""
+        worker.turn()
         worker.drain.parts.status.report(is_ready=True)
         return read_observations(self.harness.broker.observations(MODEL, EXPERIMENT))
 
@@ -457,6 +459,42 @@ def test_arm_with_an_open_breaker_gets_no_jobs(site: Site, weights: dict[str, fl
     site.breakers.reset_breaker(breaker_name(MODEL, "2", CANDIDATE))
     site.read_breakers(worker)
     assert "2" in site.answered_by(worker, *numbers)
+
+
+def test_second_experiment_does_not_remember_the_breaker_of_the_first(site: Site):
+    """While the model had no arms, nobody read its breakers, and an operator has reset that of the version."""
+    site.activate({"2": 1.0, "1": 0.0})
+    worker = site.start()
+    site.await_loaded(worker)
+    site.stop_arm(worker)
+    assert site.answered_by(worker, 1.0) == {"1"}
+    site.activate()
+    assert site.answered_by(worker, 2.0) == {"1"}
+    site.read_breakers(worker)
+    site.breakers.reset_breaker(breaker_name(MODEL, "2", CANDIDATE))
+    site.activate({"2": 1.0, "1": 0.0})
+    assert site.answered_by(worker, 3.0) == {"2"}
+    site.stop_arm(worker)
+    assert site.answered_by(worker, 4.0) == {"1"}
+
+
+def test_breakers_of_a_new_arm_are_read_at_once(site: Site, monkeypatch: pytest.MonkeyPatch):
+    """The first job of an experiment wakes the thread that reads them, which would sleep for long."""
+    monkeypatch.setattr(shared_breakers, "READ_EVERY_S", 3600.0)
+    worker = site.start()
+    site.await_loaded(worker)
+    arm_breakers = worker.drain.parts.arm_breakers
+    assert arm_breakers is not None
+    arm_breakers.shared.start()
+    try:
+        name = breaker_name(MODEL, "2", CANDIDATE)
+        site.breakers.force_open_breaker(name, "the canary says FAIL", new_breaker_id(), BreakerLimits())
+        site.activate({"2": 1.0, "1": 0.0})
+        site.harness.publish(MODEL, 1.0)
+        worker.turn(2)
+        wait_until(lambda: not arm_breakers.admits(MODEL, "2"), 10, "the breaker is read")
+    finally:
+        arm_breakers.shared.stop()
 
 
 def test_other_arm_keeps_its_jobs(site: Site):
