@@ -26,7 +26,8 @@ from penstock.workers.cache.tier import Tier
 from penstock.workers.cache.tiers import MayLeave
 from penstock.workers.claims import Claimer, WakeUp
 from penstock.workers.completer import Completer
-from penstock.workers.drain import Drain, DrainLimits, DrainParts, StopSignal
+from penstock.workers.drain import Drain
+from penstock.workers.drain_parts import DrainLimits, DrainParts, StopSignal
 from penstock.workers.executor import Executor, seats_for
 from penstock.workers.intake import Intake
 from penstock.workers.job import ClaimedJob

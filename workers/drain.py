@@ -21,41 +21,25 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from math import inf
 from typing import Any, Final
 
-from penstock.registry.broker.base import Broker, Claim, Delivery, Held
+from penstock.registry.broker.base import Claim, Delivery, Held
 from penstock.registry.envelope import Failure, JobHeader
 from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.unrun import CANCELLED, EXPIRED
 from penstock.safety.fallback import LevelFailure
-from penstock.workers.backlog import Backlog
-from penstock.workers.cache import AnswerCache, SingleFlight
-from penstock.workers.claims import Claimer
-from penstock.workers.completer import Completer, FallBack, NextTry, Rejoin
+from penstock.workers.completer import FallBack, NextTry, Rejoin
 from penstock.workers.credit import TakeOverRoom
-from penstock.workers.executor import Executor
-from penstock.workers.intake import Intake
+from penstock.workers.drain_parts import DrainLimits, DrainParts
 from penstock.workers.job import ClaimedJob
-from penstock.workers.leases import LeasedJobs, LeaseKeeper, LeaseUpdate
-from penstock.workers.levels.arm_breakers import ArmBreakers
-from penstock.workers.observe.listener import JobListener
-from penstock.workers.observe.metrics import InferenceMetrics
-from penstock.workers.process.crash_journal import Journal
-from penstock.workers.release import Releaser
+from penstock.workers.leases import LeaseKeeper, LeaseUpdate
 from penstock.workers.results import CachedAnswers, JobOutcome
-from penstock.workers.router import Answered, Aside, HandOver, JobRouter, Route, Run, Seek, Suspect, is_of_arm
-from penstock.workers.scheduler import Scheduler
-from penstock.workers.shadow.mirror import Mirror
-from penstock.workers.status import StatusReporter
-from penstock.workers.streaming import EventWriter
-from penstock.workers.telemetry import BatchTelemetry
+from penstock.workers.router import Answered, Aside, HandOver, Route, Run, Seek, Suspect, is_of_arm
 from penstock.workers.versions.lifecycle import ModelLifecycle
-from penstock.workers.versions.placement import Placement
 from penstock.workers.versions.version import ServedVersion, VersionState
 
-__all__ = ["Drain", "DrainLimits", "DrainParts", "StopSignal"]
+__all__ = ["Drain"]
 
 logger = logging.getLogger("penstock.server")
 
@@ -71,66 +55,6 @@ result."""
 _SHORTEST_PAUSE_S: Final = 0.05
 _LONGEST_PAUSE_S: Final = 1.0
 """How long to leave a broker alone that does not answer; doubled each time, between these."""
-
-
-class StopSignal:
-    """Whether the worker stops, and until when running batches may finish; for any thread."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.is_set = False
-        self.at = float("inf")
-        self._clock = clock
-
-    def set(self, grace_s: float) -> None:
-        """Stop; running batches have `grace_s` seconds."""
-        self.at = self._clock() + grace_s
-        self.is_set = True
-
-    def is_over(self) -> bool:
-        """Whether nothing may run any more."""
-        return self._clock() >= self.at
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrainParts:
-    """The parts of one drain; see workers/assembly.py."""
-
-    broker: Broker
-    listener: JobListener
-    metrics: InferenceMetrics
-    lifecycle: ModelLifecycle
-    placement: Placement
-    intake: Intake
-    router: JobRouter
-    flights: SingleFlight
-    answers: AnswerCache
-    backlog: Backlog
-    scheduler: Scheduler
-    executor: Executor
-    completer: Completer
-    claimer: Claimer
-    leased: LeasedJobs
-    releaser: Releaser
-    telemetry: BatchTelemetry
-    status: StatusReporter
-    events: EventWriter
-    journal: Journal
-    mirror: Mirror
-    stop: StopSignal
-    arm_breakers: ArmBreakers | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrainLimits:
-    """most_jobs, most_bytes: what is in memory at a time. most_delayed: a job that fails beyond these, or beyond half
-    of the bytes, is tried again without a pause. lease_s: a job whose worker is silent for so long goes to another one.
-    progress_s: an I/O or lease thread that has ended no turn for so long makes no progress."""
-
-    most_jobs: int
-    most_bytes: int
-    most_delayed: int
-    lease_s: float
-    progress_s: float
 
 
 class Drain:
