@@ -372,11 +372,12 @@ def test_a_result_backend_of_its_own_gets_the_results(
 
 
 class FlowerProcess(Process):
-    """Flower with a password, on a free loopback port."""
+    """Flower with a password, on a free loopback port. url: of its broker, the server's own if empty."""
 
-    def __init__(self, server: RedisServer, folder: Path) -> None:
+    def __init__(self, server: RedisServer, folder: Path, url: str = "") -> None:
         super().__init__(folder)
         self._server = server
+        self._url = url or server.url
         self._access = f"someone:{uuid4().hex}"
         self._port = free_port()
 
@@ -391,7 +392,7 @@ class FlowerProcess(Process):
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "PENSTOCK_HOME": str(self.folder / "home"),
-            "PENSTOCK_REDIS_URL": self._server.url,
+            "PENSTOCK_REDIS_URL": self._url,
         }
         self._run("celery", arguments, environment)
         wait_until(lambda: self.get("/api/workers") is not None, 30, "Flower answers")

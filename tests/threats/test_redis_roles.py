@@ -379,12 +379,8 @@ def test_heads_of_the_audit_log_are_for_workers_and_operators(stack: Stack, role
 
 def test_flower_does_all_of_its_work(stack: Stack, tmp_path: Path):
     """It shows a worker and a job, and asks the worker about itself; on Redis 7, whose rules are the stricter."""
-
-    class _ForFlower:
-        url = stack.server.url_of("flower")
-
     tmp_path.joinpath("flower").mkdir()
-    flower = FlowerProcess(_ForFlower(), tmp_path / "flower")  # type: ignore[arg-type]  # it needs the URL only
+    flower = FlowerProcess(stack.server, tmp_path / "flower", stack.server.url_of("flower"))
     try:
         flower.start()
         with Client(stack.server.url_of("producer")) as client:

@@ -155,6 +155,25 @@ def test_outputs_that_cannot_be_delivered_come_together_later():
     runner.stop()
 
 
+def test_outputs_that_cost_much_are_handed_over_less_often():
+    """By a clock of steps, outputs are due every 3 steps, and every 13 while each costs a second of the processor."""
+    engine = open_engine(decoder("Llama"), kv_cache_mb=4, num_speculative_tokens=0)
+    seconds = count()
+    runner = EngineRunner(engine, clock=lambda: engine.stats().steps * 0.02, cpu_clock=lambda: float(next(seconds)))
+    calls: list[int] = []
+
+    def sink(output: RequestOutput) -> bool:
+        calls.append(len(output.delta_token_ids))
+        return False
+
+    params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+    assert len(tokens_of(runner.open(Wish("long", [1, 2, 3], params, sink=sink)))) == 200
+    assert sum(calls) == 200
+    # The first output, 16 of 13 tokens, and those that left before the first one had been counted.
+    assert len(calls) <= 1 + 16 + 4
+    runner.stop()
+
+
 @pytest.mark.parametrize(("step_s", "handed_together"), [(1.0, 1), (0.02, 3)])
 def test_times_of_tokens_are_those_of_the_clock(step_s: float, handed_together: int):
     """By a clock of steps: one text writes at once, the other waits for its seat. Each token after the first took one
