@@ -218,7 +218,7 @@ def test_cancelled_streams_give_their_seats_back(client: Client):
     assert [one["usage"].tolist() for one in found] == [[LONG - 10, 2, 0]] * 2
 
 
-def test_critical_job_takes_the_seat_of_a_running_low_one(client: Client, worker: WorkerProcess):
+def test_critical_job_takes_the_seat_of_a_running_low_one(client: Client, stage: Stage, worker: WorkerProcess):
     """ES-015: both seats run low jobs. The critical one ends while they run, and the victim goes on with its text."""
     low = replace(GREEDY, max_tokens=LONG // 2)
     prompts = ["a long text", "another one"]
@@ -230,7 +230,8 @@ def test_critical_job_takes_the_seat_of_a_running_low_one(client: Client, worker
     with ThreadPoolExecutor(len(prompts)) as pool:
         jobs = [client.submit("scribe", {"prompt": prompt}, options=low, priority="low") for prompt in prompts]
         reads = [pool.submit(_read, job) for job in jobs]
-        wait_until(lambda: all(job.status() == "running" for job in jobs), PATIENCE_S, "both seats are taken")
+        # A running job has its seat once it writes.
+        wait_until(lambda: _begun(stage, jobs) == 2, PATIENCE_S, "both seats are taken")
         urgent = client.submit("scribe", {"prompt": "now"}, options=replace(GREEDY, max_tokens=3), priority="critical")
         assert len(urgent.result(PATIENCE_S)["token_ids"][0]) == 3
         assert [job.status() for job in jobs] == ["running", "running"]
