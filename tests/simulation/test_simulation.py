@@ -68,7 +68,8 @@ def test_a_worker_at_rest_has_nothing_to_wake_up_for(seeds: range, monkeypatch: 
     def counted_step(drain: SteppedDrain, longest_wait_s: float = 0.0) -> float | None:
         claimer = drain.parts.claimer
         assert isinstance(claimer.wake_up, SteppedWakeUp)
-        has_cause = claimer.wake_up.has_rung or claimer.wake_up.has_answer()
+        wake_up = claimer.wake_up
+        has_cause = wake_up.has_rung or wake_up.has_woken or wake_up.has_answer()
         was_asleep = drain.is_at_rest and not has_cause and drain._schedule.now < claimer.next_wakeup()
         calls.clear()
         pause_s = step(drain, longest_wait_s)

@@ -120,6 +120,8 @@ class SteppedWakeUp(WakeUp):
         self.is_lost = False
         self.has_rung = False
         """Since the I/O thread was last awake."""
+        self.has_woken = False
+        """Whether a ring ended the last sleep, or came before it."""
 
     def ring(self) -> None:
         """As ever."""
@@ -132,7 +134,7 @@ class SteppedWakeUp(WakeUp):
 
     def sleep(self, answer_fd: int, timeout_s: float) -> bool:
         """As ever, for no time."""
-        self.has_rung = False
+        self.has_woken, self.has_rung = self.has_rung, False
         return answer_fd >= 0 and self.has_answer()
 
     def forget_descriptors(self) -> None:
