@@ -54,6 +54,7 @@ class Stack:
             "PENSTOCK_INFERENCE_DEVICE": "cpu",
             "PENSTOCK_METRICS_PORT": "0",
             "PENSTOCK_INFERENCE_SERVER_PORT": "0",
+            "PENSTOCK_INFERENCE_SERVER_GRPC_PORT": "0",
         }
         nowhere = subprocess.DEVNULL
         self.up = ends.enter_context(

@@ -61,6 +61,7 @@ def environment(home: Path, models: Path) -> dict[str, str]:
         "PENSTOCK_INFERENCE_DEVICE": "cpu",
         "PENSTOCK_METRICS_PORT": "0",
         "PENSTOCK_INFERENCE_SERVER_PORT": "0",
+        "PENSTOCK_INFERENCE_SERVER_GRPC_PORT": "0",
     }
 
 
