@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,14 +26,6 @@ TEXTS = [
     "short",
     "a" * 5000,
 ]
-
-
-@pytest.fixture(scope="module")
-def minilm() -> Iterator[EncoderRuntime]:
-    runtime = opened(SAMPLES / "minilm" / "1")
-    assert isinstance(runtime, EncoderRuntime)
-    yield runtime
-    runtime.close()
 
 
 def test_minilm_equals_sentence_transformers(minilm: EncoderRuntime):

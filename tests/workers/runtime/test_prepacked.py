@@ -27,19 +27,7 @@ WIDTH = 24
 ROWS = 32
 
 
-@pytest.fixture(autouse=True)
-def operators() -> None:
-    """These tests need the operators; another build of torch may lack them."""
-    if not can_prepack(nn.Linear(2, 2).eval()):
-        leave_out("this build of torch has no operators for packed weights")
-
-
-@pytest.fixture(scope="module")
-def minilm() -> Iterator[EncoderRuntime]:
-    runtime = opened(ROOT / "models" / "minilm" / "1")
-    assert isinstance(runtime, EncoderRuntime)
-    yield runtime
-    runtime.close()
+pytestmark = pytest.mark.usefixtures("packing_operators")
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -18,29 +18,15 @@ from penstock.workers.runtime import prepacked, unpadded
 from penstock.workers.runtime.base import Prepared
 from penstock.workers.runtime.compilable import CompilationRefused
 from penstock.workers.runtime.forms import Forward, WithProvenance
-from penstock.workers.runtime.prepacked import can_prepack
 from penstock.workers.runtime.transformers import EncoderRuntime
 from penstock.workers.runtime.unpadded import UnpaddedEncoder
-from tests.servers import ROOT, leave_out
-from tests.workers.runtime.formats import opened
+from tests.servers import leave_out
 
 WORDS: Final = (40, 3, 120, 41, 3, 1, 180, 40, 77, 3)
 """Some rows have equal lengths, others do not; all in one batch, in no order."""
 
 
-@pytest.fixture(autouse=True)
-def operators() -> None:
-    """These tests need the operators; another build of torch may lack them."""
-    if not can_prepack(nn.Linear(2, 2).eval()):
-        leave_out("this build of torch has no operators for packed weights")
-
-
-@pytest.fixture(scope="module")
-def minilm() -> Iterator[EncoderRuntime]:
-    runtime = opened(ROOT / "models" / "minilm" / "1")
-    assert isinstance(runtime, EncoderRuntime)
-    yield runtime
-    runtime.close()
+pytestmark = pytest.mark.usefixtures("packing_operators")
 
 
 @pytest.fixture
