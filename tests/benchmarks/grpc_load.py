@@ -19,31 +19,30 @@ _DATA, _HEADERS, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 4, 6, 7, 8
 _END_STREAM, _ACK, _END_HEADERS = 1, 1, 4
 _MOST: Final = (1 << 31) - 1
 _FIRST_WINDOW: Final = 65_535
+_HEAD_BYTES: Final = 9
+_new_head: Final = struct.Struct(">IBI").pack
+"""The length and the kind of a frame as one number, its flags, its stream."""
+_read_head: Final = struct.Struct(">IBI").unpack_from
 
 
 def _frame(kind: int, flags: int, stream: int, body: bytes) -> bytes:
-    return struct.pack(">I", len(body))[1:] + struct.pack(">BBI", kind, flags, stream) + body
+    return _new_head(len(body) << 8 | kind, flags, stream) + body
 
 
 def _literal(name: str, value: str) -> bytes:
     return b"\0%c%s%c%s" % (len(name), name.encode(), len(value), value.encode())
 
 
-class Connection:
-    """One connection, whose calls run at the same time."""
+class Connection(asyncio.Protocol):
+    """One connection, whose calls run at the same time. head: the block of HEADERS of each call."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
-        self._reader = reader
-        self._writer = writer
+    def __init__(self, head: bytes) -> None:
         self._head = head
         self._stream = -1
         self._calls: dict[int, tuple[asyncio.Future[bytes], bytearray]] = {}
         self._window = _FIRST_WINDOW
         self._has_room = asyncio.Event()
-        # The windows of its answers are as wide as they may be: no answer waits.
-        settings = _frame(_SETTINGS, 0, 0, struct.pack(">HI", 4, _MOST))
-        writer.write(_PREFACE + settings + _frame(_WINDOW, 0, 0, struct.pack(">I", _MOST - _FIRST_WINDOW)))
-        self._reading = asyncio.get_running_loop().create_task(self._read())
+        self._rest = b""
 
     @classmethod
     async def open(cls, address: str, method: str) -> Connection:
@@ -52,7 +51,8 @@ class Connection:
         fields = {":method": "POST", ":scheme": "http", ":path": method, ":authority": address}
         fields |= {"te": "trailers", "content-type": "application/grpc"}
         head = b"".join(_literal(name, value) for name, value in fields.items())
-        return cls(*await asyncio.open_connection(host, int(port)), head)
+        _, connection = await asyncio.get_running_loop().create_connection(lambda: cls(head), host, int(port))
+        return connection
 
     async def call(self, message: bytes) -> bytes:
         """The answer to one message. Raises ConnectionError."""
@@ -65,26 +65,38 @@ class Connection:
         self._window -= len(body)
         answered: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._calls[stream] = answered, bytearray()
-        self._writer.write(
-            _frame(_HEADERS, _END_HEADERS, stream, self._head) + _frame(_DATA, _END_STREAM, stream, body)
-        )
+        self._write(_frame(_HEADERS, _END_HEADERS, stream, self._head) + _frame(_DATA, _END_STREAM, stream, body))
         return await answered
 
     def close(self) -> None:
         """Ends the connection."""
-        self._reading.cancel()
-        self._writer.close()
+        self._transport.close()
 
-    async def _read(self) -> None:
-        try:
-            while True:
-                head = await self._reader.readexactly(9)
-                kind, flags, stream = struct.unpack(">BBI", head[3:])
-                body = await self._reader.readexactly(int.from_bytes(head[:3], "big"))
-                self._take(kind, flags, stream, body)
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            for answered, _ in self._calls.values():
-                answered.set_exception(ConnectionError(f"The connection ended: {error}"))
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio.Protocol."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport, self._write = transport, transport.write
+        # The windows of its answers are as wide as they may be: no answer waits.
+        settings = _frame(_SETTINGS, 0, 0, struct.pack(">HI", 4, _MOST))
+        self._write(_PREFACE + settings + _frame(_WINDOW, 0, 0, struct.pack(">I", _MOST - _FIRST_WINDOW)))
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        data, place = self._rest + data, 0
+        while len(data) - place >= _HEAD_BYTES:
+            length_and_kind, flags, stream = _read_head(data, place)
+            begin = place + _HEAD_BYTES
+            end = begin + (length_and_kind >> 8)
+            if end > len(data):
+                break
+            self._take(length_and_kind & 0xFF, flags, stream, data[begin:end])
+            place = end
+        self._rest = data[place:]
+
+    def connection_lost(self, problem: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        for answered, _ in self._calls.values():
+            answered.set_exception(ConnectionError(f"The connection ended: {problem}"))
 
     def _take(self, kind: int, flags: int, stream: int, body: bytes) -> None:
         if kind == _DATA:
@@ -99,6 +111,6 @@ class Connection:
             self._window += int.from_bytes(body, "big")
             self._has_room.set()
         elif kind in (_SETTINGS, _PING) and not flags & _ACK:
-            self._writer.write(_frame(kind, _ACK, 0, body if kind == _PING else b""))
+            self._write(_frame(kind, _ACK, 0, body if kind == _PING else b""))
         elif kind == _GOAWAY:
-            raise ConnectionError("the gateway goes away")
+            self._transport.abort()

@@ -41,6 +41,8 @@ _PAIRS_PER_ROUND: Final = 9
 _RUN_S: Final = 2.0
 """27 pairs of short runs at full scale: two neighbours differ by a tenth, by chance."""
 _BURST: Final = 8
+_WARM_UP: Final = 8
+"""So small a part of the jobs of a run comes before it, and is not measured."""
 _RATE_RUNS: Final = 4
 _FIRST_RATE: Final = 2000.0
 _HALF: Final = 0.5
@@ -210,15 +212,21 @@ class _Stage:
         self._rewrite_file()
         with closing(RedisShadow.from_url(self._server.url)) as end:
             order = self._begin(name, end) if name != _OFF else None
-            self._seed += 1
+            # The wait for the order has let the worker's memory get cold.
+            asyncio.run(_paced(self._settings, jobs // _WARM_UP, rate, self._next_seed()))
+            seed = self._next_seed()
             before_us = _cpu_us(self._worker.pid)
-            latencies, failed = asyncio.run(_paced(self._settings, jobs, rate, self._seed))
+            latencies, failed = asyncio.run(_paced(self._settings, jobs, rate, seed))
             spent_us = _cpu_us(self._worker.pid) - before_us
             mirrored, compared = (0, 0) if order is None else _counted(end)
             if order is not None:
                 self._finish(end)
         p50, p99 = np.percentile(latencies, [50, 99]) * 1000
         return _Taken(spent_us / jobs, float(p50), float(p99), failed, mirrored, compared)
+
+    def _next_seed(self) -> int:
+        self._seed += 1
+        return self._seed
 
     def _rewrite_file(self) -> None:
         with self._server.client() as redis:

@@ -42,7 +42,7 @@ from penstock.registry.tensors import Array
 
 __all__ = ["BatchRun", "Endpoint", "LineJob", "Resume", "StopCode", "WriteError"]
 
-_CHUNK_LINES: Final = 128
+_CHUNK_LINES: Final = 64
 """Of one submit: enough that a line costs a small part of a round trip, few enough that requests need not wait."""
 _ROOM_TIMEOUT_S: Final = 1.0
 _FIRST_PAUSE_S: Final = 0.2
