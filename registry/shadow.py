@@ -1,7 +1,7 @@
 """The shadow of a model: an order that workers follow, and the pairs that they mirror to its queue.
 
     operator -- ShadowOrder.seal --> `{model}:shadow` -- read with the worker's report --> workers
-    a committed job -- is_sampled --> ShadowPair.seal --> `infer.{model}.shadow` --> shadow worker: the candidate
+    a committed job -- in Sample ---> ShadowPair.seal --> `infer.{model}.shadow` --> shadow worker: the candidate
 
 A pair has both sides of a comparison but the candidate's: the inputs as they were received, and the outputs that were
 served. It is never redacted, because a redacted input is another input. It is signed, and encrypted where payloads are.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterable
 from math import ceil, isfinite
 from typing import Final, NamedTuple
 
@@ -23,7 +23,7 @@ from penstock.registry.errors import BadSignature, InvalidInput, UndecodableEnve
 from penstock.registry.signed import Signer, Verifier, open_record, seal_record
 from penstock.registry.tensors import Array, decode
 
-__all__ = ["CANARY_PAIRS", "MAX_PAIR_BYTES", "ShadowOrder", "ShadowPair", "sampler"]
+__all__ = ["CANARY_PAIRS", "MAX_PAIR_BYTES", "Sample", "ShadowOrder", "ShadowPair"]
 
 MAX_PAIR_BYTES: Final = 4 * 1024 * 1024
 """The largest pair, sealed. Larger ones are not mirrored: few of them would fill the queue."""
@@ -110,20 +110,30 @@ def _context(model: str) -> str:
     return f"shadow {model}"
 
 
-def sampler(order: ShadowOrder) -> Callable[[str], bool]:
-    """Whether a job is in the sample, by its id: every worker and every delivery of the job agree.
+class Sample:
+    """The jobs that a shadow compares, by their ids: every worker and every delivery of a job agree.
 
     The CRC-32 of the id, times an odd number of the order (Knuth, TAOCP 3, section 6.4), is compared with the share.
     Every answered job is asked about, and a cryptographic hash would cost four times as much.
     """
-    digest = hashlib.blake2b(order.id.encode(), digest_size=8).digest()
-    factor, start = int.from_bytes(digest[:4], "big") | 1, int.from_bytes(digest[4:], "big")
-    threshold, crc32 = ceil(order.share * (_HASH_MASK + 1)), zlib.crc32
 
-    def is_sampled(job_id: str) -> bool:
-        return (crc32(job_id.encode(), start) * factor & _HASH_MASK) < threshold
+    def __init__(self, order: ShadowOrder) -> None:
+        digest = hashlib.blake2b(order.id.encode(), digest_size=8).digest()
+        self._factor, self._start = int.from_bytes(digest[:4], "big") | 1, int.from_bytes(digest[4:], "big")
+        self._threshold = ceil(order.share * (_HASH_MASK + 1))
 
-    return is_sampled
+    def places(self, job_ids: Iterable[str]) -> list[int]:
+        """The places of the jobs that are in the sample."""
+        # In one go: a call for each id takes longer than its hash.
+        factor, start, threshold, crc32 = self._factor, self._start, self._threshold, zlib.crc32
+        return [
+            place
+            for place, job_id in enumerate(job_ids)
+            if (crc32(job_id.encode(), start) * factor & _HASH_MASK) < threshold
+        ]
+
+    def __contains__(self, job_id: str) -> bool:
+        return bool(self.places((job_id,)))
 
 
 class ShadowPair(NamedTuple):

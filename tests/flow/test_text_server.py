@@ -193,8 +193,11 @@ def test_client_of_the_gateway_that_goes_frees_seats_and_pages(stage: Stage, key
     wait_until(lambda: client.job(job_id).status() not in ("queued", "running"), PATIENCE_S, "the job has ended")
     assert client.job(job_id).status() == ("completed" if key else "cancelled")
     wait_until(lambda: tokens() > before and left() == 0, PATIENCE_S, "seats and pages are free")
-    written = tokens() - before
-    assert written == wanted if key else 0 < written < wanted
+    if key:
+        # The worker may write a part of it again: its lease is short, and the machine may be busy.
+        assert client.job(job_id).result(PATIENCE_S)["token_ids"].shape == (1, wanted)
+    else:
+        assert 0 < tokens() - before < wanted
 
 
 def test_broken_connection_leaves_no_gap(client: Client, stage: Stage):

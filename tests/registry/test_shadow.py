@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.registry.envelope import Keyring, open_event, open_result
 from penstock.registry.errors import BadSeal, BadSignature, Corrupt, InvalidInput, UndecodableEnvelope
 from penstock.registry.queues import new_job_id
-from penstock.registry.shadow import ShadowOrder, ShadowPair, sampler
+from penstock.registry.shadow import Sample, ShadowOrder, ShadowPair
 from penstock.safety.operator_key import OperatorKey, PublicKeys
 from tests.payload_keys import sealing
 from tests.workers.shadow.pairs import UNSIGNED, order_of, pair_of
@@ -82,9 +82,10 @@ def test_the_sample_has_its_share_and_is_the_same_everywhere():
     """10 % of 20,000 jobs, within five standard deviations; a second worker takes the same jobs."""
     order = order_of("mlp", share=0.1)
     ids = [new_job_id("mlp") for _ in range(20_000)]
-    taken = list(filter(sampler(order), ids))
+    taken = list(filter(Sample(order).__contains__, ids))
     assert abs(len(taken) - 2000) < 5 * (20_000 * 0.1 * 0.9) ** 0.5
-    assert list(filter(sampler(ShadowOrder.open(order.seal(), "mlp")), ids)) == taken
+    again = Sample(ShadowOrder.open(order.seal(), "mlp"))
+    assert [ids[place] for place in again.places(ids)] == taken
 
 
 IDS = {
@@ -101,13 +102,13 @@ def test_ids_that_clients_count_are_sampled_alike(kind: str):
     ids = [*map(IDS[kind], range(20_000))]
     for name in map(str, range(20)):
         order = ShadowOrder(name, "mlp", "1", 0.1, 10**13)
-        assert abs(len(list(filter(sampler(order), ids))) - 2000) < 5 * (20_000 * 0.1 * 0.9) ** 0.5
+        assert abs(len(Sample(order).places(ids)) - 2000) < 5 * (20_000 * 0.1 * 0.9) ** 0.5
 
 
 def test_another_shadow_samples_other_jobs():
     """The id of the order salts the sample: one job in a hundred is in both, not one in ten."""
     ids = [new_job_id("mlp") for _ in range(20_000)]
-    first, second = (set(filter(sampler(order_of("mlp", share=0.1)), ids)) for _ in range(2))
+    first, second = (set(Sample(order_of("mlp", share=0.1)).places(ids)) for _ in range(2))
     assert len(first & second) < 400
 
 
@@ -116,12 +117,13 @@ def test_a_larger_share_keeps_the_jobs_of_a_smaller_one():
     order = order_of("mlp", share=0.05)
     larger = ShadowOrder(order.id, "mlp", "1", 0.5, order.until_ms)
     ids = [new_job_id("mlp") for _ in range(5000)]
-    assert set(filter(sampler(order), ids)) < set(filter(sampler(larger), ids))
+    assert set(Sample(order).places(ids)) < set(Sample(larger).places(ids))
 
 
 def test_a_share_of_one_takes_every_job():
     """Also the one with the largest hash."""
-    assert all(map(sampler(order_of("mlp")), (new_job_id("mlp") for _ in range(1000))))
+    everything = Sample(order_of("mlp"))
+    assert all(new_job_id("mlp") in everything for _ in range(1000))
 
 
 @pytest.mark.parametrize("keyring", [UNSIGNED, SIGNED, sealing(SIGNED)], ids=["plain", "signed", "sealed"])

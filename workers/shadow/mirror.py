@@ -1,13 +1,14 @@
 """Committed jobs -> pairs in the shadow queue, on a thread of its own: no job waits for its pair.
 
     lease thread  follow --> the orders of the served models, as of the last report
-    I/O thread    offer: a committed batch --> the pairs of its sampled jobs, or nothing --> shadow-mirror: seal, append
+    I/O thread    offer: a committed batch --> the bytes of its sampled jobs, or nothing --> shadow-mirror: pairs, seal,
+                                                                                             append
 
 While no model of the worker has a shadow, a batch costs one test of a flag. Pairs that cannot be kept up with are
 dropped and counted: the memory that waits is bounded, and an error of the broker loses the pairs of one call.
 
-A pair keeps its own bytes, and neither its batch nor the other jobs of that: the memory of these is warm, and the next
-jobs get it.
+What waits keeps its own bytes, and neither its batch nor the other jobs of that: the memory of these is warm, and the
+next jobs get it. All else that a pair needs is done on the mirror's thread: there it is done for many pairs in a row.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from typing import Final, NamedTuple, Protocol
 
 from penstock.registry.broker.base import State
 from penstock.registry.broker.redis_shadow import RedisShadow
-from penstock.registry.envelope import Failure, Keyring, PairHeader
+from penstock.registry.envelope import Failure, JobHeader, Keyring, PairHeader
 from penstock.registry.errors import Corrupt, InvalidInput, PenstockError
-from penstock.registry.shadow import MAX_PAIR_BYTES, ShadowOrder, ShadowPair, sampler
+from penstock.registry.shadow import MAX_PAIR_BYTES, Sample, ShadowOrder, ShadowPair
 from penstock.registry.signed import Verifier
-from penstock.registry.tensors import encode
+from penstock.registry.tensors import Tensor, encode
 from penstock.workers.batch_run import BatchRun, Outputs
 from penstock.workers.completer import Settlement
 from penstock.workers.job import ClaimedJob
@@ -46,6 +47,8 @@ _FULL_S: Final = 1.0
 _CALL_PAIRS: Final = 32
 """Pairs that are sealed in a row and appended by one call. The drain waits for the interpreter's lock while they are
 sealed, and jobs wait for the broker while it appends them: some hundred would take milliseconds."""
+_WAKE_PAIRS: Final = 2 * _CALL_PAIRS
+"""So many pairs do not wait for others."""
 _CALL_BYTES: Final = 1 << 20
 
 logger = logging.getLogger("penstock.server")
@@ -88,18 +91,55 @@ class _Shadow(NamedTuple):
 
     record: bytes
     order: ShadowOrder
-    is_sampled: Callable[[str], bool]
+    sample: Sample
+
+
+class _Sampled(NamedTuple):
+    """One answered job of the sample."""
+
+    header: JobHeader
+    inputs: bytes | memoryview
+    """Encoded, as the outputs are; see registry/tensors.py."""
+    content: tuple[Tensor, ...]
+    """Describes the outputs."""
+    outputs: bytes | memoryview
 
 
 class _Answered(NamedTuple):
-    """The pairs of one batch, not sealed yet."""
+    """The sampled jobs of one batch."""
 
     order: ShadowOrder
     version: str
     """The version that answered."""
-    pairs: Sequence[ShadowPair]
+    content_hash: str
+    compute_ms: float
+    batch_rows: int
+    jobs: Sequence[_Sampled]
     nbytes: int
     """The memory that they keep."""
+
+    def pair(self, job: _Sampled, keyring: Keyring) -> ShadowPair:
+        """The pair of one of the jobs."""
+        header, order = job.header, self.order
+        return ShadowPair(
+            PairHeader(
+                id=header.id,
+                tenant=header.tenant,
+                model=order.model,
+                shadow=order.id,
+                version=self.version,
+                content_hash=self.content_hash,
+                inputs=header.content,
+                outputs=job.content,
+                input_bytes=len(job.inputs),
+                compute_ms=self.compute_ms,
+                batch_rows=self.batch_rows,
+                key=keyring.signing_id,
+                is_sealed=keyring.seals,
+            ),
+            job.inputs,
+            job.outputs,
+        )
 
 
 class ShadowMirror:
@@ -167,10 +207,9 @@ class ShadowMirror:
     def _offer(self, settlement: Settlement) -> None:
         for run, _, _ in settlement.completed:
             if (shadow := self._shadow_of(run)) is not None:
-                items, is_sampled = run.batch.items, shadow.is_sampled
-                chosen = [n for n, item in enumerate(items) if is_sampled(item.job.header.id)]
-                if chosen:
-                    self._keep(shadow, run, [(items[n].job, run.answers[n]) for n in chosen])
+                items, answers = run.batch.items, run.answers
+                if chosen := shadow.sample.places([item.job.header.id for item in items]):
+                    self._keep(shadow, run, [(items[place].job, answers[place]) for place in chosen])
         if not settlement.outcomes:
             return
         for run, outcomes in groupby(
@@ -181,7 +220,7 @@ class ShadowMirror:
                 sampled = [
                     (outcome.job, outcome.answer)
                     for outcome in outcomes
-                    if not outcome.job.header.version and shadow.is_sampled(outcome.job.header.id)
+                    if not outcome.job.header.version and outcome.job.header.id in shadow.sample
                 ]
                 self._keep(shadow, run, sampled)
 
@@ -203,59 +242,32 @@ class ShadowMirror:
         if not told:
             return
         order, version = shadow.order, run.version.label
-        if self._clock() < self._full_until.get(order.id, 0.0):
+        if self._full_until and self._clock() < self._full_until.get(order.id, 0.0):
             with self._lock:
                 self._drop(order.model, version, "full", len(told))
                 is_first = self._dropped[order.model] == len(told)
             if is_first:
                 # The thread tells the broker of the drops.
-                self._put(_Answered(order, version, (), 0))
+                self._put(_Answered(order, version, "", 0.0, 0, (), 0))
             return
-        pairs = [pair for job, answer in told if (pair := self._pair_of(order, run, job, answer)) is not None]
-        nbytes = sum([_memory_of(pair, run) for pair in pairs])
+        sampled, nbytes = _sampled(run, told)
         with self._lock:
-            if len(pairs) < len(told):
-                self._drop(order.model, version, "unsendable", len(told) - len(pairs))
+            if len(sampled) < len(told):
+                self._drop(order.model, version, "unsendable", len(told) - len(sampled))
             if self._waiting_bytes + nbytes > self._most_bytes or self._is_closing:
-                self._drop(order.model, version, "behind", len(pairs))
+                self._drop(order.model, version, "behind", len(sampled))
                 return
             self._waiting_bytes += nbytes
-            self._waiting_pairs += len(pairs)
-        self._put(_Answered(order, version, pairs, nbytes))
-
-    def _pair_of(
-        self, order: ShadowOrder, run: BatchRun, job: ClaimedJob, answer: Outputs | EncodedOutputs
-    ) -> ShadowPair | None:
-        """None: the outputs cannot be encoded."""
-        try:
-            content, body = (
-                (answer.content, answer.body) if isinstance(answer, EncodedOutputs) else encode(answer, may_view=True)
-            )
-        except InvalidInput:
-            return None
-        header = PairHeader(
-            id=job.header.id,
-            tenant=job.header.tenant,
-            model=order.model,
-            shadow=order.id,
-            version=run.version.label,
-            content_hash=run.model.content_hash,
-            inputs=job.header.content,
-            outputs=content,
-            input_bytes=len(job.body),
-            compute_ms=(run.ended - run.started) * 1e3,
-            batch_rows=run.batch.rows,
-            key=self._keyring.signing_id,
-            is_sealed=self._keyring.seals,
-        )
-        return ShadowPair(header, job.body, body)
+            self._waiting_pairs += len(sampled)
+        compute_ms = (run.ended - run.started) * 1e3
+        self._put(_Answered(order, version, run.model.content_hash, compute_ms, run.batch.rows, sampled, nbytes))
 
     def _put(self, answered: _Answered) -> None:
         self._waiting.append(answered)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="shadow-mirror", daemon=True)
             self._thread.start()
-        if (self._is_asleep or self._waiting_pairs >= _CALL_PAIRS) and not self._wake.is_set():
+        if (self._is_asleep or self._waiting_pairs >= _WAKE_PAIRS) and not self._wake.is_set():
             self._wake.set()
 
     def _drop(self, model: str, version: str, reason: str, count: int) -> None:
@@ -297,7 +309,7 @@ class ShadowMirror:
                 logger.error("the order of a shadow is refused: %s", error, extra={"model": model})
                 self._refused[model] = record
             return None
-        return _Shadow(record, order, sampler(order))
+        return _Shadow(record, order, Sample(order))
 
     def _log_changes(self, shadows: dict[str, _Shadow]) -> None:
         for model in shadows.keys() | self._shadows.keys():
@@ -327,7 +339,7 @@ class ShadowMirror:
     def send(self, taken: Sequence[_Answered]) -> None:
         """Seal and append these. Called on the thread of the mirror, which must outlive every error."""
         with self._lock:
-            self._waiting_pairs -= sum([len(answered.pairs) for answered in taken])
+            self._waiting_pairs -= sum([len(answered.jobs) for answered in taken])
         try:
             for order in {answered.order.id: answered.order for answered in taken}.values():
                 self._send_to(order, [answered for answered in taken if answered.order.id == order.id])
@@ -342,8 +354,8 @@ class ShadowMirror:
         call: list[bytes] = []
         size = 0
         for answered in taken:
-            for pair in answered.pairs:
-                sealed = pair.seal(self._keyring)
+            for job in answered.jobs:
+                sealed = answered.pair(job, self._keyring).seal(self._keyring)
                 if len(sealed) > MAX_PAIR_BYTES:
                     with self._lock:
                         self._drop(order.model, answered.version, "large", 1)
@@ -387,8 +399,19 @@ class ShadowMirror:
         self._end.close()
 
 
-def _memory_of(pair: ShadowPair, run: BatchRun) -> int:
-    """The bytes that a pair keeps from being freed. A view of an answer keeps the outputs of the whole batch."""
-    outputs = pair.encoded_outputs
-    kept = run.output_bytes if isinstance(outputs, memoryview) else len(outputs)
-    return len(pair.encoded_inputs) + kept + _PAIR_BYTES
+def _sampled(run: BatchRun, told: Sequence[tuple[ClaimedJob, Outputs | EncodedOutputs]]) -> tuple[list[_Sampled], int]:
+    """(jobs, bytes that they keep from being freed). A job whose outputs cannot travel is left out."""
+    jobs: list[_Sampled] = []
+    nbytes = 0
+    for job, answer in told:
+        if isinstance(answer, EncodedOutputs):
+            content, body = answer.content, answer.body
+        else:
+            try:
+                content, body = encode(answer, may_view=True)
+            except InvalidInput:
+                continue
+        jobs.append(_Sampled(job.header, job.body, content, body))
+        # A view of an answer keeps the outputs of the whole batch.
+        nbytes += len(job.body) + (run.output_bytes if isinstance(body, memoryview) else len(body)) + _PAIR_BYTES
+    return jobs, nbytes

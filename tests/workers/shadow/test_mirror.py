@@ -18,7 +18,7 @@ from penstock.registry.broker.base import State
 from penstock.registry.broker.redis_shadow import RedisShadow
 from penstock.registry.envelope import Keyring, Retry
 from penstock.registry.queues import shadow_key, shadow_order_key
-from penstock.registry.shadow import ShadowOrder, ShadowPair, sampler
+from penstock.registry.shadow import Sample, ShadowOrder, ShadowPair
 from penstock.safety.operator_key import OperatorKey, PublicKeys
 from penstock.workers.batch_run import BatchRun
 from penstock.workers.job import ClaimedJob
@@ -143,9 +143,9 @@ def test_pairs_that_wait_keep_no_batch(harness: SteppedHarness, shared_redis: Re
     mirrored = Mirrored(harness, shared_redis.url, linger_s=3600.0)
     mirrored.report()
     ids = mirrored.serve(slot, *range(60))
-    sampled = {job_id for job_id in ids if sampler(order)(job_id)}
+    sampled = {job_id for job_id in ids if job_id in Sample(order)}
     assert 0 < len(sampled) < 60
-    assert {pair.header.id for answered in mirrored.mirror._waiting for pair in answered.pairs} == sampled
+    assert {job.header.id for answered in mirrored.mirror._waiting for job in answered.jobs} == sampled
     held = held_by(mirrored.mirror._waiting)
     assert not [each for each in held if isinstance(each, (BatchRun, ClaimedJob, np.ndarray))]
     # The envelope of a job has its inputs.
@@ -181,7 +181,7 @@ def test_only_the_sample_is_mirrored(harness: SteppedHarness, shared_redis: Redi
     mirrored = Mirrored(harness, shared_redis.url)
     mirrored.report()
     ids = mirrored.serve(slot, *range(60))
-    expected = {job_id for job_id in ids if sampler(order)(job_id)}
+    expected = {job_id for job_id in ids if job_id in Sample(order)}
     assert 0 < len(expected) < 60
     assert {pair.header.id for pair in pairs(end, order, len(expected))} == expected
     mirrored.mirror.close()
