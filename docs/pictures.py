@@ -116,7 +116,8 @@ def _peers(rows: dict[str, list[str]]) -> str:
         name: _numbers(_row(rows, start)[0].partition("broker")[2])[0]
         for name, start in (
             ("LitServe", "peer: LitServe"),
-            ("mosec", "peer: mosec"),
+            ("mosec, JSON", "peer: mosec, 64"),
+            ("mosec, msgpack", "peer: mosec, msgpack"),
             ("Penstock", "Penstock, AsyncClient, 64"),
         )
     }
