@@ -148,6 +148,8 @@ class Generation(Section):
     """The largest share of the pages that is kept for later requests."""
     ageing_steps: Annotated[int, Field(ge=1)] = 256
     """Steps after which a waiting request rises by one priority."""
+    joined_linears: Literal["auto", "on", "off"] = "auto"
+    """Layers of one input (queries, keys and values; gate and up) are one product; auto: on a GPU."""
     packed_linears: Literal["auto", "on", "off"] = "auto"
     """Weights in oneDNN's layout; auto: where they are measured to be faster."""
     attention: Literal["auto", "sdpa", "triton"] = "auto"

@@ -26,7 +26,7 @@ from tests.benchmarks import generation_steps
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
 
-__all__ = ["decoder", "measure", "workload"]
+__all__ = ["decoder", "in_continuous_batches", "in_static_batches", "measure", "workload", "written_by"]
 
 _REQUESTS: Final = 32
 _ROWS: Final = 8
@@ -95,9 +95,9 @@ def _against_transformers(case: _Case, scale: Scale, say: Progress) -> list[Row]
         timed = [
             _timed(run)
             for run in (
-                lambda: _ours(engine, work),
-                lambda: _static(static, work),
-                lambda: _continuous(continuous, work),
+                lambda: written_by(engine, work),
+                lambda: in_static_batches(static, work),
+                lambda: in_continuous_batches(continuous, work),
             )
         ]
         expected = timed[1][1]
@@ -170,7 +170,8 @@ def _timed(run: Any) -> tuple[float, list[list[int]]]:
     return time.process_time() - begun, written
 
 
-def _ours(engine: Engine, work: Work) -> list[list[int]]:
+def written_by(engine: Engine, work: Work) -> list[list[int]]:
+    """The tokens of each request, all at once in the engine."""
     written: dict[str, list[int]] = {}
     names = [engine.add_request(None, prompt, SamplingParams(max_tokens=most, temperature=0)) for prompt, most in work]
     while engine.has_unfinished_requests:
@@ -180,24 +181,26 @@ def _ours(engine: Engine, work: Work) -> list[list[int]]:
     return [written[name] for name in names]
 
 
-def _static(model: Any, work: Work) -> list[list[int]]:
+def in_static_batches(model: Any, work: Work, rows: int = _ROWS) -> list[list[int]]:
     """Left-padded batches; each runs until its longest output, and the others are cut."""
     written: list[list[int]] = [[]] * len(work)
-    for start in range(0, len(work), _ROWS):
-        batch = range(start, min(start + _ROWS, len(work)))
+    for start in range(0, len(work), rows):
+        batch = range(start, min(start + rows, len(work)))
         width = max(len(work[at][0]) for at in batch)
         ids = torch.tensor([[0] * (width - len(work[at][0])) + work[at][0] for at in batch])
         mask = torch.tensor([[0] * (width - len(work[at][0])) + [1] * len(work[at][0]) for at in batch])
         most = max(work[at][1] for at in batch)
         with torch.inference_mode():
-            found = model.generate(ids, attention_mask=mask, max_new_tokens=most, do_sample=False)
+            found = model.generate(
+                ids.to(model.device), attention_mask=mask.to(model.device), max_new_tokens=most, do_sample=False
+            )
         for at, row in zip(batch, found[:, width:].tolist(), strict=True):
             written[at] = row[: work[at][1]]
     return written
 
 
-def _continuous(model: Any, work: Work) -> list[list[int]]:
-    """All requests at once, each with its own number of tokens."""
+def in_continuous_batches(model: Any, work: Work) -> list[list[int]]:
+    """All requests at once in transformers, each with its own number of tokens."""
     pages = sum(-(-(len(prompt) + most) // _PAGE) for prompt, most in work)
     manager = model.init_continuous_batching(
         generation_config=GenerationConfig(do_sample=False, max_new_tokens=1, eos_token_id=-1, pad_token_id=0),

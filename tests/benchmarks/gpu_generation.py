@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -17,8 +17,21 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from penstock.safety.validators import GenerationValidator, Verdict
 from penstock.workers.generation import Engine, SamplingParams
 from penstock.workers.runtime.device_peak import total_bytes
+from tests.benchmarks.generation import in_continuous_batches, in_static_batches, workload, written_by
+from tests.benchmarks.report import median
 
-__all__ = ["ONE_BILLION", "SMALL", "Found", "agreement", "decoding", "graphs", "kept_share"]
+__all__ = [
+    "ONE_BILLION",
+    "SMALL",
+    "Found",
+    "against_transformers",
+    "agreement",
+    "cached_prefix",
+    "decoding",
+    "graphs",
+    "kept_share",
+    "long_prompt",
+]
 
 ONE_BILLION: Final[Mapping[str, int]] = {
     "vocab_size": 128_256,
@@ -116,6 +129,107 @@ def kept_share(device: str, shape: Mapping[str, int], shares: tuple[float, ...])
     )
 
 
+def against_transformers(
+    device: str,
+    shape: Mapping[str, int],
+    required: float,
+    *,
+    is_continuous: bool,
+    requests: int = 64,
+    rows: int = 32,
+    rounds: int = 2,
+    kv_cache_mb: float = 8_000,
+) -> Found:
+    """Tokens per second in bf16 against transformers: its continuous batching, or padded batches of so many rows.
+
+    The rounds take turns after one that is not counted. Tokens of random weights differ by rounding in bf16: they are
+    compared in fp32, by `agreement`.
+    """
+    work = workload(requests)
+    engine = _engine(
+        shape,
+        torch.bfloat16,
+        device,
+        max_num_seqs=requests,
+        max_num_batched_tokens=2_048,
+        kv_cache_mb=kv_cache_mb,
+        enable_prefix_caching=False,
+    )
+    peer = _model(shape, torch.bfloat16, device)
+    number = sum(most for _, most in work)
+    turns = []
+    for _ in range(rounds + 1):
+        ours_s = _seconds(lambda: written_by(engine, work))
+        peer_s = _seconds(
+            lambda: in_continuous_batches(peer, work) if is_continuous else in_static_batches(peer, work, rows)
+        )
+        turns.append((ours_s, peer_s))
+    ratio = median(peer_s / ours_s for ours_s, peer_s in turns[1:])
+    rates = [number / median(turn[at] for turn in turns[1:]) for at in (0, 1)]
+    return (
+        f"{rates[0]:,.0f} against {rates[1]:,.0f}: {ratio:.2f}x",
+        ratio >= required,
+        {"ratio": ratio, "tokens_per_s": rates[0], "tokens_per_s_peer": rates[1]},
+    )
+
+
+def cached_prefix(device: str, shape: Mapping[str, int], required: float, *, rounds: int = 9, **options: Any) -> Found:
+    """Time to the first token of a prompt of 528 tokens in bf16, 512 of them in the prefix cache, against none."""
+    engine = _engine(shape, torch.bfloat16, device, **options)
+    shared = _prompt(512, 0, shape)
+
+    def first_token(prompt: list[int]) -> float:
+        return _seconds(lambda: engine.generate([prompt], SamplingParams(temperature=0, max_tokens=1)))
+
+    first_token([*shared, *_prompt(16, 1, shape)])
+    warm, cold = [], []
+    for turn in range(rounds):
+        warm.append(first_token([*shared, *_prompt(16, 2 + turn, shape)]))
+        cold.append(first_token(_prompt(528, 100 + turn, shape)))
+    ratio = median(without / cached for cached, without in zip(warm, cold, strict=True))
+    return (
+        f"{median(warm) * 1e3:.1f} against {median(cold) * 1e3:.1f} ms: {ratio:.1f}x",
+        ratio >= required,
+        {"ratio": ratio, "cached_ms": median(warm) * 1e3, "ms": median(cold) * 1e3},
+    )
+
+
+def long_prompt(
+    device: str, shape: Mapping[str, int], most: float, *, prompt: int = 2_000, rounds: int = 3, **options: Any
+) -> Found:
+    """The longest step beside a long prompt, against the median step of eight streams alone, at the default budget."""
+    engine = _engine(shape, torch.bfloat16, device, enable_prefix_caching=False, **options)
+    ratios = []
+    for turn in range(rounds + 1):
+        streams = SamplingParams(temperature=0, max_tokens=300)
+        names = [engine.add_request(None, _prompt(64, row, shape), streams) for row in range(8)]
+        for _ in range(8):
+            engine.step()
+        alone = median(_seconds(engine.step) for _ in range(30))
+        long = engine.add_request(None, _prompt(prompt, turn, shape), SamplingParams(temperature=0, max_tokens=2))
+        steps = []
+        is_open = True
+        while is_open:
+            begun = time.perf_counter()
+            outputs = engine.step()
+            steps.append(time.perf_counter() - begun)
+            is_open = not any(output.request_id == long for output in outputs)
+        ratios.append(max(steps) / alone)
+        for name in (*names, long):
+            engine.abort(name)
+        engine.step()
+    # The first round compiles and captures.
+    ratio = median(ratios[1:])
+    return f"{ratio:.1f}x", ratio <= most, {"ratio": ratio}
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """Of the clock. What runs ends with tokens on the host."""
+    begun = time.perf_counter()
+    run()
+    return time.perf_counter() - begun
+
+
 def agreement(device: str, shape: Mapping[str, int], *, prompts: int = 16, tokens: int = 64, **options: Any) -> Found:
     """Greedy tokens in fp32 on the device and on the CPU, judged by the validator of generated tokens."""
     asked = [_prompt(24 + 9 * row, row, shape) for row in range(prompts)]
@@ -137,6 +251,11 @@ def _engine(shape: Mapping[str, int], dtype: torch.dtype, device: str, *, made_o
     """made_on: where the weights are drawn, which decides what a seed gives; empty is `device`."""
     # An engine and its pages lie in a cycle of references: what an earlier one held on the device comes back now.
     gc.collect()
+    model = _model(shape, dtype, made_on or device)
+    return Engine.from_model(model, device=device, packed_linears="off", num_speculative_tokens=0, **options)
+
+
+def _model(shape: Mapping[str, int], dtype: torch.dtype, device: str) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         **shape,  # type: ignore[arg-type]
@@ -145,9 +264,8 @@ def _engine(shape: Mapping[str, int], dtype: torch.dtype, device: str, *, made_o
         eos_token_id=None,
         pad_token_id=0,
     )
-    with torch.device(made_on or device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    return Engine.from_model(model, device=device, packed_linears="off", num_speculative_tokens=0, **options)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def _prompt(length: int, seed: int, shape: Mapping[str, int]) -> list[int]:

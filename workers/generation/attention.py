@@ -31,6 +31,7 @@ __all__ = [
     "KeyValuePools",
     "LayerPool",
     "NAME",
+    "NewTokens",
     "RowGroup",
     "StepContext",
     "View",
@@ -57,6 +58,21 @@ class View(NamedTuple):
     is_masked: bool
 
 
+class NewTokens(NamedTuple):
+    """What a step adds to the pages of a layer. keys, values: (T, KV, D) and (T, KV, Dv).
+
+    slots: (T,), page * page_size + offset.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    slots: torch.Tensor
+
+    def part(self, span: slice) -> NewTokens:
+        """Some of the tokens."""
+        return NewTokens(*(each[span] for each in self))
+
+
 class LayerPool:
     """Keys and values of one layer, in pages.
 
@@ -80,11 +96,11 @@ class LayerPool:
         """Bytes of one page."""
         return sum(one[0].nbytes for one in self._stored)
 
-    def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """keys, values: (T, KV, D) and (T, KV, Dv). slots: (T,), page * page_size + offset."""
-        rows = (keys, values) if len(self._stored) > 1 else (torch.cat((keys, values), -1),)
+    def write(self, new: NewTokens) -> None:
+        """Puts them into the pages."""
+        rows = (new.keys, new.values) if len(self._stored) > 1 else (torch.cat((new.keys, new.values), -1),)
         for stored, each in zip(self._stored, rows, strict=True):
-            stored.view(-1, *stored.shape[2:]).index_copy_(0, slots, each)
+            stored.view(-1, *stored.shape[2:]).index_copy_(0, new.slots, each)
 
     def gather(
         self, numbers: torch.Tensor, rows: int, length: int, scratch: torch.Tensor | None = None
@@ -128,12 +144,11 @@ class KeyValuePools:
         """Bytes of one page in all layers that were called."""
         return sum(pool.page_nbytes for pool in self._layers.values())
 
-    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> LayerPool:
-        """keys, values: (T, KV, D). slots: (T,), page * page_size + offset. Returns the pool of the layer."""
+    def of(self, layer: int, like: NewTokens) -> LayerPool:
+        """The pool of the layer. like: shows shapes, dtype and device."""
         pool = self._layers.get(layer)
         if pool is None:
-            pool = self._layers[layer] = LayerPool(keys, values, self.num_pages, self.page_size)
-        pool.write(slots, keys, values)
+            pool = self._layers[layer] = LayerPool(like.keys, like.values, self.num_pages, self.page_size)
         return pool
 
     def scratch(self, like: torch.Tensor) -> torch.Tensor | None:
@@ -203,13 +218,14 @@ class RowGroup:
 
 
 class DecodeKernel(Protocol):
-    """Attention of the rows of a group with one query each: (B, H, D) -> (B, H, Dv)."""
+    """Attention of the rows of a group with one query each: (B, H, D) -> (B, H, Dv). It writes the new tokens."""
 
     def __call__(
         self,
         group: RowGroup,
         rule: LayerRule,
         queries: torch.Tensor,
+        new: NewTokens,
         pool: LayerPool,
         scale: float,
         softcap: float | None,
@@ -229,6 +245,10 @@ class StepContext:
     kernel: DecodeKernel | None = None
     """For groups of one query each; None: their pages are gathered."""
     calls: list[int] = field(default_factory=list)
+
+    def attends_by_kernel(self, group: RowGroup) -> bool:
+        """Whether the kernel computes these rows, and writes their new keys and values."""
+        return self.kernel is not None and group.num_queries == 1
 
 
 _context: ContextVar[StepContext] = ContextVar("penstock_generation_step")
@@ -270,7 +290,12 @@ def paged_attention(
     context.calls.append(layer)
     rule = context.rules[layer]
     queries, keys, values = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    pool = context.pools.write(layer, context.slots, keys, values)
+    new = NewTokens(keys, values, context.slots)
+    pool = context.pools.of(layer, new)
+    # Rows of the kernel are the first of a batch.
+    by_kernel = sum(group.num_rows for group in context.groups if context.attends_by_kernel(group))
+    if by_kernel < len(context.slots):
+        pool.write(new.part(slice(by_kernel, None)) if by_kernel else new)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     extras = None if softcap is None and s_aux is None else _Extras(softcap, s_aux)
     parts = []
@@ -278,8 +303,8 @@ def paged_attention(
         span = slice(group.start, group.start + group.num_tokens)
         if extras is None and group.is_causal_alone(rule):
             parts.append(_causal(queries[span], keys[span], values[span], scale))
-        elif context.kernel is not None and group.num_queries == 1:
-            parts.append(context.kernel(group, rule, queries[span], pool, scale, softcap, s_aux))
+        elif context.kernel is not None and context.attends_by_kernel(group):
+            parts.append(context.kernel(group, rule, queries[span], new.part(span), pool, scale, softcap, s_aux))
         else:
             view = group.views[rule]
             pages = pool.gather(view.numbers, group.num_rows, view.length, context.pools.scratch(keys))

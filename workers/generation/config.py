@@ -103,6 +103,8 @@ class Config:
     """The model in these graphs is compiled: faster steps, and seconds for the first graphs of an engine."""
     async_scheduling: Literal["auto", "on", "off"] = "auto"
     """Launch a step of decoding rows before the tokens of the last one are read; auto: on a GPU."""
+    joined_linears: Literal["auto", "on", "off"] = "auto"
+    """Layers of one input (queries, keys and values; gate and up) are one product; auto: on a GPU."""
     packed_linears: Literal["auto", "on", "off"] = "auto"
     """Weights in oneDNN's layout: auto measures at load and keeps what is faster."""
     cache_dir: str | Path | None = None
@@ -122,6 +124,7 @@ class Config:
         _check_bool("compile_decoding", self.compile_decoding)
         for name, value, expected in (
             ("precision", self.precision, _PRECISIONS),
+            ("joined_linears", self.joined_linears, _SWITCH),
             ("packed_linears", self.packed_linears, _SWITCH),
             ("async_scheduling", self.async_scheduling, _SWITCH),
             ("attention", self.attention, _ATTENTION),

@@ -36,6 +36,7 @@ from penstock.workers.generation.chat import ChatPrompt, chat_output, parser_of
 from penstock.workers.generation.config import Config
 from penstock.workers.generation.engine_counts import EngineCounts
 from penstock.workers.generation.forwards import Forwards
+from penstock.workers.generation.joined_linears import join_linears
 from penstock.workers.generation.load_records import LoadRecords
 from penstock.workers.generation.model import Decoder, load_decoder, wrap_decoder
 from penstock.workers.generation.outputs import ChatOutput, EngineStats, FinishReason, RequestOutput
@@ -71,6 +72,8 @@ class Engine:
         self._prompts: Final = PromptReader(decoder.tokenizer, decoder.vocab_size, decoder.max_positions)
         self._structures: Final = StructureCompiler(decoder.tokenizer, decoder.vocab_size, decoder.eos_token_ids)
         records = LoadRecords(config.cache_dir)
+        self.joined_linears: Final = join_linears(decoder.model) if _joins(config) else 0
+        """Weights that were joined."""
         self.packing: Final = Packing(decoder.model, config.packed_linears, records)
         decoder.kernel = choose_kernel(config.attention, decoder.device)
         page_nbytes = self._probed(records)
@@ -436,6 +439,10 @@ def _config(config: Config | None, options: Mapping[str, Any]) -> Config:
 
 def _device(config: Config) -> TorchDevice:
     return TorchDevice(config.device, torch.get_num_threads())
+
+
+def _joins(config: Config) -> bool:
+    return config.device != "cpu" if config.joined_linears == "auto" else config.joined_linears == "on"
 
 
 def _params(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:

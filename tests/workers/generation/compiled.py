@@ -48,8 +48,10 @@ _SHAPE: Final = {
     "BLOCK_DV": 128,
 }
 _MERGED: Final = {"HEADS": 32, "DV": 128, "SPLITS": 16, "BLOCK_DV": 128}
-_TYPES: Final = {"width": "i32", "scale": "fp32", "softcap": "fp32", "sums": "*fp32", "parts": "*fp32"} | dict.fromkeys(
-    ("numbers", "starts", "positions"), "*i64"
+_TYPES: Final = (
+    {"scale": "fp32", "softcap": "fp32", "sums": "*fp32", "parts": "*fp32"}
+    | dict.fromkeys(("width", "key_row", "key_head", "value_row", "value_head"), "i32")
+    | dict.fromkeys(("numbers", "starts", "positions", "slots"), "*i64")
 )
 
 

@@ -18,6 +18,7 @@ from penstock.workers.generation import paged_kernel
 from penstock.workers.generation.attention import (
     DecodeKernel,
     KeyValuePools,
+    NewTokens,
     RowGroup,
     StepContext,
     in_step,
@@ -101,7 +102,9 @@ def error_of(case: Case, kernel: DecodeKernel, seed: int) -> float:
     # What lies in pages of other rows, and behind a row's end, is noise that neither way may read.
     slots = torch.arange((sum(needed) + 4) * case.page_size)
     pools = KeyValuePools(sum(needed) + 4, case.page_size)
-    pools.write(0, slots, noise(len(slots), case.shared, case.size), noise(len(slots), case.shared, case.value_size))
+    shape = len(slots), case.shared
+    held = NewTokens(noise(*shape, case.size), noise(*shape, case.value_size), slots)
+    pool = pools.of(0, held)
     query = noise(1, case.heads, len(LENGTHS), case.size)
     key = noise(1, case.shared, len(LENGTHS), case.size)
     value = noise(1, case.shared, len(LENGTHS), case.value_size)
@@ -109,10 +112,12 @@ def error_of(case: Case, kernel: DecodeKernel, seed: int) -> float:
     module.layer_idx = 0  # type: ignore[assignment]
     found = []
     for each in (None, kernel):
+        pool.write(held)
         with in_step(StepContext(pools, [case.rule], batch.slots, batch.groups, each)):
             attended, _ = paged_attention(module, query, key, value, None, softcap=case.softcap, s_aux=sinks)
-            found.append(attended.float())
-    return float((found[0] - found[1]).abs().max())
+            found.append((attended.float(), pool.keys.clone(), pool.values.clone()))
+    # The keys and values of the pages are the same, too.
+    return max(float((one - other).abs().max()) for one, other in zip(*found, strict=True))
 
 
 def _texts(name: str) -> list[Any]:

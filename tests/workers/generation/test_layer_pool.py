@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from penstock.workers.generation.attention import KeyValuePools, LayerPool
+from penstock.workers.generation.attention import KeyValuePools, LayerPool, NewTokens
 from penstock.workers.generation.huge_pages import zeros
 
 PAGES, PAGE_SIZE, HEADS = 7, 4, 2
@@ -18,13 +18,19 @@ def rows(width: int, seed: int) -> torch.Tensor:
     return torch.randn((PAGES - 1) * PAGE_SIZE, HEADS, width, generator=generator)
 
 
+def filled(pools: KeyValuePools, new: NewTokens) -> LayerPool:
+    pool = pools.of(0, new)
+    pool.write(new)
+    return pool
+
+
 @pytest.mark.parametrize("widths", [(8, 8), (12, 8)], ids=["equal widths", "values of another width"])
 @pytest.mark.parametrize("has_scratch", [True, False])
 def test_gathered_pages_are_those_that_were_written(widths: tuple[int, int], has_scratch: bool):
     """Keys and values of two rows in mixed pages come back in the order of the rows' tables, cut to the length."""
     keys, values = rows(widths[0], 1), rows(widths[1], 2)
     pool = LayerPool(keys, values, PAGES, PAGE_SIZE)
-    pool.write(torch.arange(PAGE_SIZE, PAGES * PAGE_SIZE), keys, values)
+    pool.write(NewTokens(keys, values, torch.arange(PAGE_SIZE, PAGES * PAGE_SIZE)))
     scratch = torch.full((4 * PAGE_SIZE * HEADS * sum(widths),), torch.nan) if has_scratch else None
     found = pool.gather(torch.tensor([5, 2, 1, 6]), 2, 6, scratch)
     for given, gathered in zip((keys, values), found, strict=True):
@@ -38,7 +44,7 @@ def test_pages_are_gathered_into_memory_that_is_there():
     """A step asks the system for no memory: what fits the scratch is gathered into it, and the rest is new memory."""
     keys, values = rows(8, 1), rows(8, 2)
     pools = KeyValuePools(PAGES, PAGE_SIZE)
-    pool = pools.write(0, torch.arange(PAGE_SIZE, PAGES * PAGE_SIZE), keys, values)
+    pool = filled(pools, NewTokens(keys, values, torch.arange(PAGE_SIZE, PAGES * PAGE_SIZE)))
     scratch = pools.scratch(keys)
     assert scratch is not None
     assert pools.scratch(keys) is scratch
@@ -52,7 +58,7 @@ def test_cleared_pages_are_zeros_in_keys_and_values():
     """A page that is cleared has nothing of its last request, and its neighbours keep theirs."""
     keys, values = rows(8, 1), rows(12, 2)
     pools = KeyValuePools(PAGES, PAGE_SIZE)
-    pool = pools.write(0, torch.arange(PAGE_SIZE, PAGES * PAGE_SIZE), keys, values)
+    pool = filled(pools, NewTokens(keys, values, torch.arange(PAGE_SIZE, PAGES * PAGE_SIZE)))
     pools.clear([3])
     for stored in (pool.keys, pool.values):
         assert not stored[3].any()

@@ -76,6 +76,7 @@ REACHED: dict[str, tuple[Any, Callable[[Engine], Any], Any]] = {
     "enable_prefix_caching": (False, lambda engine: engine.pages.prefixes, None),
     "prefix_cache_capacity": (1.0, lambda engine: _prefixes(engine).capacity, 487),
     "ageing_steps": (7, lambda engine: engine.scheduler.config.ageing_steps, 7),
+    "joined_linears": ("on", lambda engine: engine.joined_linears, 4),
     "packed_linears": ("off", lambda engine: engine.packing.layers, 0),
     "attention": ("sdpa", lambda engine: engine.config.attention, "sdpa"),
     "cuda_graphs": (False, lambda engine: engine.config.cuda_graphs, False),
