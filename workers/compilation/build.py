@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeGuard
 from penstock.registry.errors import PenstockError
 from penstock.registry.package import load_package
 from penstock.workers import children
-from penstock.workers.compilation.aot_library import state_of
+from penstock.workers.compilation.aot_library import load_library, state_of
 from penstock.workers.compilation.build_process import FINDINGS, PART_SUFFIX
-from penstock.workers.compilation.native_library import NativeLibrary
 from penstock.workers.compilation.safety_monitor import TorchCompileSafetyMonitor
 from penstock.workers.runtime.compilable import CompilableRuntime, CompilationRefused, Shapes
 from penstock.workers.runtime.open import open_runtime
@@ -111,7 +110,7 @@ def _own_constants(
     """The tensors that tracing made: the library needs them, and the module has none of their names."""
     from safetensors.torch import save
 
-    own = set(NativeLibrary(library, device).constant_names()) - set(state_of(module))
+    own = set(load_library(library, device).constant_names()) - set(state_of(module))
     return save({name: program.constants[name].detach().cpu().contiguous() for name in own})
 
 

@@ -3,23 +3,18 @@
 torch's own loader holds the lock from the first to the last instruction of a forward (torch 2.13, on a CPU: 1.3 s in
 which no other thread of the worker ran). ctypes releases it. Torch declares the interface stable:
 `torch/csrc/inductor/aoti_runtime/interface.h`. A function returns 0, or it failed and wrote its reason to stderr.
-
-Code for a GPU is bound to its own symbols first. The libraries of CUDA are global in the process, with other forms of
-C++ templates: torch 2.11 with CUDA 13 crashed in `std::regex` when its own loader bound the code to theirs.
 """
 
 from __future__ import annotations
 
 import ctypes
 import io
-import os
 import tempfile
 import weakref
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from penstock.workers.runtime.compilable import CompilationRefused
 
@@ -46,45 +41,35 @@ class _Weight(ctypes.Structure):
 
 
 class NativeLibrary:
-    """A library on a device, with instances of its model that share weights. It is bound once.
+    """A library on the CPU, with instances of its model that share weights. It is bound once.
 
     Calls beyond the number of instances wait for their turn. When a call fails, torch 2.13 does not wake the waiting
     calls, so there should be none.
     """
 
-    def __init__(self, package: bytes, device: torch.device, *, instances: int = 1, is_single: bool = False) -> None:
-        """Raises CompilationRefused for a package without code that runs alone, OSError if it cannot be loaded.
-
-        is_single: calls come one at a time, as the capture of a CUDA graph requires.
-        """
-        self._device: Final = device
-        self._run: Final = "RunSingleThreaded" if is_single else "Run"
-        is_cuda = device.type == "cuda"
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-library-")))
-            library, *kernels = _code(package)
-            path = folder / "model.so"
-            path.write_bytes(library.content)
-            for kernel in kernels:
-                (folder / kernel.name).write_bytes(kernel.content)
-            self._library = ctypes.CDLL(str(path), mode=os.RTLD_DEEPBIND if is_cuda else ctypes.DEFAULT_MODE)
-            if is_cuda:
-                # Each instance loads its kernels from their files when it first runs.
-                weakref.finalize(self, stack.pop_all().close)
+    def __init__(self, package: bytes, instances: int = 1) -> None:
+        """Raises CompilationRefused for a package without code that runs alone, OSError if it cannot be loaded."""
+        with tempfile.TemporaryDirectory(prefix="penstock-library-") as folder:
+            path = Path(folder) / "model.so"
+            path.write_bytes(_shared_object(package))
+            self._library = ctypes.CDLL(str(path))
         self._container = ctypes.c_void_p()
         self._weights: list[ctypes.c_void_p] = []
         # Not at exit: a thread that outlives the main thread may be in the middle of a forward.
         weakref.finalize(self, _release, self._library, self._container, self._weights).atexit = False
-        self._do(
-            "CreateWithDevice",
-            ctypes.byref(self._container),
-            ctypes.c_size_t(1 if is_single else instances),
-            str(device).encode(),
-            ctypes.c_char_p(str(folder).encode() if is_cuda else None),
-        )
-        self._outputs = self._size("GetNumOutputs")
-        in_spec, out_spec = ctypes.c_char_p(), ctypes.c_char_p()
-        self._do("GetCallSpec", self._container, ctypes.byref(in_spec), ctypes.byref(out_spec))
+        try:
+            self._do(
+                "CreateWithDevice",
+                ctypes.byref(self._container),
+                ctypes.c_size_t(instances),
+                b"cpu",
+                ctypes.c_char_p(None),
+            )
+            self._outputs = self._size("GetNumOutputs")
+            in_spec, out_spec = ctypes.c_char_p(), ctypes.c_char_p()
+            self._do("GetCallSpec", self._container, ctypes.byref(in_spec), ctypes.byref(out_spec))
+        except AttributeError:
+            raise CompilationRefused("This version of torch makes libraries with another interface") from None
         self.out_spec: Final = (out_spec.value or b"").decode()
         """The structure of the outputs, as torch.utils._pytree writes it."""
 
@@ -113,18 +98,17 @@ class NativeLibrary:
         """The outputs of one forward. Raises RuntimeError if it failed."""
         import torch
 
-        stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else None
         outputs = (ctypes.c_void_p * self._outputs)()
         # The library takes ownership of the input handles, also when it fails.
         inputs = (ctypes.c_void_p * len(tensors))(*map(_pointer, _handles(tensors)))
         self._do(
-            self._run,
+            "Run",
             self._container,
             inputs,
             ctypes.c_size_t(len(tensors)),
             outputs,
             ctypes.c_size_t(self._outputs),
-            ctypes.c_void_p(stream),
+            ctypes.c_void_p(None),
             ctypes.c_void_p(None),
         )
         capsules = [_new_capsule(pointer, None, None) for pointer in outputs]
@@ -147,11 +131,7 @@ class NativeLibrary:
         return size.value
 
     def _do(self, function: str, *arguments: Any) -> None:
-        try:
-            call = getattr(self._library, _PREFIX + function)
-        except AttributeError:
-            raise CompilationRefused("This version of torch makes libraries with another interface") from None
-        if call(*arguments) != 0:
+        if getattr(self._library, _PREFIX + function)(*arguments) != 0:
             raise RuntimeError(f"{function} failed in compiled code")
 
 
@@ -164,16 +144,8 @@ def _release(library: ctypes.CDLL, container: ctypes.c_void_p, weights: list[cty
     torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(weights)
 
 
-class _File(NamedTuple):
-    name: str
-    content: bytes
-
-
-def _code(package: bytes) -> list[_File]:
-    """The machine code of a package: its library, then the kernels of a GPU.
-
-    Raises CompilationRefused if it would call back into torch's interpreter.
-    """
+def _shared_object(package: bytes) -> bytes:
+    """The machine code of a package. Raises CompilationRefused if it would call back into torch's interpreter."""
     with zipfile.ZipFile(io.BytesIO(package)) as archive:
         names = archive.namelist()
         if any(name.endswith(".json") and not name.endswith("_metadata.json") for name in names):
@@ -181,8 +153,7 @@ def _code(package: bytes) -> list[_File]:
         libraries = [name for name in names if name.endswith(".so")]
         if len(libraries) != 1 or archive.getinfo(libraries[0]).file_size > _MOST_LIBRARY_BYTES:
             raise CompilationRefused(f"Found {len(libraries)} libraries in the package, expected one")
-        kernels = [name for name in names if name.endswith(".cubin")]
-        return [_File(Path(name).name, archive.read(name)) for name in libraries + kernels]
+        return archive.read(libraries[0])
 
 
 def _handles(tensors: Sequence[torch.Tensor]) -> list[ctypes.c_void_p]:
