@@ -32,6 +32,8 @@ _REQUESTS: Final = 32
 _ROWS: Final = 8
 _VOCABULARY: Final = 4_096
 _PAGE: Final = 16
+_PAGE_OPTION: Final = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
+"""Transformers 5.17 has the older name."""
 _STEP: Final = 512
 _WAIT_S: Final = 300.0
 
@@ -205,7 +207,7 @@ def in_continuous_batches(model: Any, work: Work) -> list[list[int]]:
     manager = model.init_continuous_batching(
         generation_config=GenerationConfig(do_sample=False, max_new_tokens=1, eos_token_id=-1, pad_token_id=0),
         continuous_batching_config=ContinuousBatchingConfig(
-            page_size=_PAGE, num_blocks=pages + 1, max_batch_tokens=_STEP, allow_block_sharing=False
+            **{_PAGE_OPTION: _PAGE}, num_blocks=pages + 1, max_batch_tokens=_STEP, allow_block_sharing=False
         ),
     )
     manager.start()

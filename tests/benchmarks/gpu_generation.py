@@ -54,6 +54,7 @@ SMALL: Final[Mapping[str, int]] = {
 }
 _COPIED_BYTES: Final = 1 << 30
 _COPIES: Final = 10
+_WARM_UPS: Final = 8
 
 Found = tuple[str, bool, dict[str, float]]
 """What was measured, whether that is enough, and the numbers."""
@@ -80,6 +81,9 @@ def decoding(
     for row in range(rows):
         engine.add_request(None, _prompt(prompt, row, shape), SamplingParams(temperature=0, max_tokens=steps + 64))
     while len(engine.scheduler.running) < rows or any(one.num_left > 1 for one in engine.scheduler.running):
+        engine.step()
+    # The graph of so many rows is compiled and captured, and a step is under way.
+    for _ in range(_WARM_UPS):
         engine.step()
     held = sum(len(one.tokens) for one in engine.scheduler.running)
     begun = time.perf_counter()

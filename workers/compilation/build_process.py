@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from penstock.workers import children
+from penstock.workers.compilation.cpp_library import shared_library_environment
 from penstock.workers.runtime.compilable import CompilationRefused
 
 __all__ = ["FINDINGS", "PART_SUFFIX", "BuildProcess"]
@@ -126,4 +127,5 @@ def _environment(folder: Path, threads: int) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "TMPDIR": str(folder),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        **shared_library_environment(folder),
     }
