@@ -26,7 +26,8 @@ from penstock.compose.rollout.endpoint_shares import endpoint_shares
 from penstock.compose.rollout.ends import connect_ends
 from penstock.compose.rollout.files import Files, LocalFiles
 from penstock.compose.rollout.load_requests import LoadRequests
-from penstock.compose.rollout.replicas import ProgressCallback, Watch, replicas, workers_of
+from penstock.compose.rollout.preparation import Preparation
+from penstock.compose.rollout.replicas import ProgressCallback, workers_of
 from penstock.compose.views.levels import await_answers, entries
 from penstock.registry.broker.base import FleetEnd
 from penstock.registry.catalog import ModelRegistryClient, Veto
@@ -38,11 +39,8 @@ from penstock.registry.deployment import Deployment
 from penstock.registry.desired_state import StateStore
 from penstock.registry.errors import (
     BrokerUnavailable,
-    ConfigurationError,
     Corrupt,
-    ModelNotReady,
     PenstockError,
-    RegistryUnavailable,
     TransitionConflict,
     TransitionRefused,
 )
@@ -103,8 +101,9 @@ class Deployer:
         self._requests = LoadRequests(fleet, states, control, sign)
         self._sign = sign
         self._load_timeout_s = load_timeout_s
-        self._sweep_s = sweep_s
-        self._poll_s = poll_s
+        self._preparation = Preparation(
+            registry, fleet, self._requests, sweep_s=sweep_s, poll_s=poll_s, on_progress=on_progress
+        )
         self._on_progress = on_progress
         self._exits = ExitStack()
 
@@ -269,7 +268,7 @@ class Deployer:
     ) -> Rollout:
         begun = time.monotonic()
         self._check_epoch(version.name)
-        with self._prepared(version, timeout_s) if prepare else nullcontext(()) as prepared:
+        with self._preparation.prepared(version, timeout_s) if prepare else nullcontext(()) as prepared:
             transition = decide()
         try:
             self._activate(version, transition.epoch)
@@ -302,40 +301,6 @@ class Deployer:
         decision = active_deployment(self.fleet, name)
         return decision.epoch if decision else 0
 
-    @contextmanager
-    def _prepared(self, version: RegisteredVersion, timeout_s: float) -> Iterator[tuple[str, ...]]:
-        """The block begins when every live worker has the version in memory. An exception withdraws the request.
-
-        A request that existed before belongs to another operator, and stays.
-        """
-        watch = self._watch(version.name, version.version)
-        if not watch.current():
-            self._on_progress(f"no live worker serves {version.name}: nothing to prepare")
-        was_wanted = self._requests.is_wanted(version)
-        try:
-            yield self._prepare(watch, version, timeout_s)
-        except BaseException:
-            if not was_wanted:
-                self._withdraw(version)
-            raise
-
-    def _prepare(self, watch: Watch, version: RegisteredVersion, timeout_s: float) -> tuple[str, ...]:
-        try:
-            self._requests.request(version, is_wanted=True)
-            return tuple(watch.await_ready(version.content_hash, timeout_s))
-        except ModelNotReady as problem:
-            raise TransitionRefused(f"{version.reference} stays in {version.stage}. {problem}") from None
-
-    def _withdraw(self, version: RegisteredVersion) -> None:
-        """Withdraw a load request, unless the version is active: another operator may have promoted it meanwhile."""
-        # The caller raises an error already, which counts more than one of these.
-        with suppress(BrokerUnavailable, RegistryUnavailable, ConfigurationError, ModelNotReady):
-            if self.registry.find(version.name, version.version).stage is not ModelStage.PRODUCTION and not any(
-                replica.is_active and replica.content_hash == version.content_hash
-                for replica in replicas(self.fleet, version.name, version.version)
-            ):
-                self._requests.request(version, is_wanted=False)
-
     def _activate(self, version: RegisteredVersion, epoch: int) -> None:
         experiment = self.registry.experiment(version.name)
         policy = self.registry.policy(version.name)
@@ -363,7 +328,7 @@ class Deployer:
                 self._requests.request(version, is_wanted=False)
 
     def _late(self, version: RegisteredVersion) -> tuple[str, ...]:
-        return tuple(self._watch(version.name, version.version).await_active(_ACTIVATION_REPORT_S))
+        return tuple(self._preparation.watch(version.name, version.version).await_active(_ACTIVATION_REPORT_S))
 
     @contextmanager
     def _only_reported(self, consequence: str) -> Iterator[None]:
@@ -400,7 +365,7 @@ class Deployer:
         Raises ModelNotReady with the problem of a worker, or when the time is over; ConfigurationError.
         """
         found = self.registry.find(name, version)
-        watch = self._watch_workers(name, found.version, worker)
+        watch = self._preparation.watch_workers(name, found.version, worker)
         self._requests.request(found, is_wanted=True, worker=worker)
         return watch.await_ready(found.content_hash, self._load_timeout_s if timeout_s is None else timeout_s)
 
@@ -412,7 +377,7 @@ class Deployer:
         Raises TransitionRefused for the active version, and as `load` does.
         """
         found = self.registry.find(name, version)
-        watch = self._watch_workers(name, found.version, worker)
+        watch = self._preparation.watch_workers(name, found.version, worker)
         if self._is_arm(found):
             raise TransitionRefused(
                 f"{found.reference} is an arm of an open experiment. Expected its end first: `penstock rollout stop`, "
@@ -464,23 +429,3 @@ class Deployer:
         serving = workers_of(self.fleet, name) if name else live
         self._requests.send(Command("clear_cache", name), serving)
         return serving
-
-    def _watch(self, name: str, label: str, *, only: str | None = None) -> Watch:
-        return Watch(
-            self.fleet,
-            name,
-            label,
-            sweep_s=self._sweep_s,
-            on_progress=self._on_progress,
-            only=only,
-            poll_s=self._poll_s,
-        )
-
-    def _watch_workers(self, name: str, label: str, worker: str | None) -> Watch:
-        """A watch over at least one worker. Raises ModelNotReady when no worker serves the model."""
-        watch = self._watch(name, label, only=worker)
-        if not watch.current():
-            subject = "No live worker" if worker is None else f"{worker[:80]!r} is no live worker that"
-            serving = ", ".join(workers_of(self.fleet, name)) or "there is none"
-            raise ModelNotReady(f"{subject} serves {name}. Expected one of: {serving}")
-        return watch

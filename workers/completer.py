@@ -243,7 +243,7 @@ class Completer:
             if job.header.options.retry is not None and (pause_s := self._pause_s(outcome)) is not None:
                 retries += self._try_again(outcome, pause_s)
                 continue
-            followers = self._flights.end(job) if job.digest else []
+            followers = self._flights.end(job)
             if job.is_lost:
                 self._forget(outcome)
             else:

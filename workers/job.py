@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -16,7 +16,11 @@ from penstock.registry.broker.base import Delivery, Held
 from penstock.registry.envelope import BodyKeys, JobHeader, Mac
 from penstock.registry.queues import Priority, lane_key
 from penstock.registry.tensors import DTYPES, Array, Tensor, decode
+from penstock.safety.cache_entry import KEY_BYTES
 from penstock.safety.fallback import LevelFailure
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 __all__ = ["ClaimedJob", "FellBack", "Route", "SharedHeader", "inputs_of", "route_of"]
 
@@ -80,8 +84,10 @@ class ClaimedJob(msgspec.Struct, eq=False):
     """What its header shares with those of other jobs; None: nothing is known of that."""
     decoded: dict[str, Array] | None = None
     """Its inputs, once somebody has asked for them."""
-    digest: bytes = b""
-    """Equal jobs have the same digest. Empty: the job shares no answer."""
+    known_digest: bytes = b""
+    """What `digest` gives, once it was computed."""
+    begun_key: _Hash | None = None
+    """All of its key but the inputs, until somebody asks for the digest."""
     tries: int = 1
     """Forwards that this worker has given the job or is giving it, as its retry policy allows."""
     takes_room: bool = False
@@ -97,6 +103,21 @@ class ClaimedJob(msgspec.Struct, eq=False):
         if self.decoded is None:
             self.decoded = decode(self.header.content, self.body)
         return self.decoded
+
+    @property
+    def digest(self) -> bytes:
+        """Equal jobs have the same digest. Empty: the job shares no answer. It is computed when it is first asked for:
+        most jobs are told apart without it.
+        """
+        if self.begun_key is not None:
+            state = self.begun_key.copy()
+            state.update(self.body)
+            self.known_digest, self.begun_key = state.digest()[:KEY_BYTES], None
+        return self.known_digest
+
+    @digest.setter
+    def digest(self, digest: bytes) -> None:
+        self.known_digest, self.begun_key = digest, None
 
     @property
     def is_suspect(self) -> bool:

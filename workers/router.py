@@ -25,7 +25,7 @@ from penstock.registry.envelope import Failure
 from penstock.registry.errors import InvalidInput
 from penstock.registry.unrun import CANCELLED, EXPIRED
 from penstock.workers.batch_run import forward_timeout
-from penstock.workers.cache import AnswerCache, JobKeys, SingleFlight
+from penstock.workers.cache import AnswerCache, InputSamples, JobKeys, SingleFlight
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.listener import JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
@@ -141,6 +141,7 @@ class JobRouter:
         self._is_paused = is_paused
         self._preloads = preloads
         self._keys = JobKeys(isolates_tenants=isolates_tenants)
+        self._samples = InputSamples(2 * answers.memory.max_entries)
 
     # The routes
 
@@ -381,9 +382,17 @@ class JobRouter:
 
         Returns those that need a forward of their own, those that the cache answered, and the followers.
         """
-        self._keys.digest_all(jobs, version.answers_as)
+        self._keys.begin_all(jobs, version.answers_as)
+        looks_up = bool(version.policy.cache_ttl_s) and not self._is_paused(version.name)
+        # Also of jobs that other tiers are asked for: the memory keeps what these have.
+        if self._samples.are_new(jobs) and not (looks_up and self._answers.asks(version)):
+            if looks_up:
+                self._answers.miss_all(jobs, version)
+            if version.policy.shares_flights:
+                self._flights.lead_all(jobs)
+            return jobs, None, []
         cached: CachedAnswers | None = None
-        if version.policy.cache_ttl_s and not self._is_paused(version.name):
+        if looks_up:
             answers = self._answers.find_all(jobs, version)
             if any(answers):
                 found = [(job, answer) for job, answer in zip(jobs, answers, strict=True) if answer is not None]

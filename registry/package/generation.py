@@ -130,10 +130,12 @@ class Generation(Section):
     """Most tokens of a prompt and its output together; null: as many as the model knows positions."""
     max_num_seqs: Annotated[int, Field(ge=1, le=MOST_SEATS)] = 16
     """Most requests that run at a time."""
-    max_num_batched_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 512
-    """Most tokens of a step; a longer prompt is computed in chunks, beside the other requests."""
-    max_long_prefill_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 64
-    """Most tokens of a step, while others decode, of a prompt that has more than four times as many."""
+    max_num_batched_tokens: Annotated[int | None, Field(ge=1, le=MOST_TOKENS)] = None
+    """Most tokens of a step; a longer prompt is computed in chunks, beside the other requests; null: 512, and 2048 on a
+    GPU."""
+    max_long_prefill_tokens: Annotated[int | None, Field(ge=1, le=MOST_TOKENS)] = None
+    """Most tokens of a step, while others decode, of a prompt that has more than four times as many; null: 64, and 2048
+    on a GPU."""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=MOST_GUESSES)] = 3
     """Most tokens that are guessed for each of at most two running greedy requests; 0 is off."""
     page_size: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 16
@@ -186,7 +188,7 @@ class Generation(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Generation:
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens: found {self.max_num_batched_tokens}, expected at least max_num_seqs, "
                 f"{self.max_num_seqs}: each running request needs a token of the step"

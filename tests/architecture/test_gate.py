@@ -53,7 +53,7 @@ ALLOWED = {
     # A cache for one comparison, which serves no job.
     ("workers/runtime/tokeniser.py", "cache_agreement", "TokenCache"),
     (OPTIMIZER, "_take", "_turn_on"),
-    (OPTIMIZER, "_gated", "gate_optimization"),
+    ("workers/levels/decision_recorder.py", "gated", "gate_optimization"),
     # The verdict of a canary, which switches nothing on.
     ("compose/canary_gate.py", "record_verdict", "gate_optimization"),
     (GATE, "gate_optimization", "GateDecision"),

@@ -63,7 +63,7 @@ def _missed(say: Progress) -> Row:
     with ExitStack() as ends:
         cache, rung = _filled(ends)
         version, jobs = ready_version(), claimed_jobs(_CLAIM * _CLAIMS)
-        JobKeys(isolates_tenants=True).digest_all(jobs, version.label)
+        JobKeys(isolates_tenants=True).begin_all(jobs, version.label)
         claims = [jobs[start : start + _CLAIM] for start in range(0, len(jobs), _CLAIM)]
         taken = []
         for _ in range(_ROUNDS):

@@ -16,7 +16,7 @@ import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, LlamaConfig
@@ -207,7 +207,7 @@ def in_continuous_batches(model: Any, work: Work) -> list[list[int]]:
     manager = model.init_continuous_batching(
         generation_config=GenerationConfig(do_sample=False, max_new_tokens=1, eos_token_id=-1, pad_token_id=0),
         continuous_batching_config=ContinuousBatchingConfig(
-            **{_PAGE_OPTION: _PAGE}, num_blocks=pages + 1, max_batch_tokens=_STEP, allow_block_sharing=False
+            **cast(Any, {_PAGE_OPTION: _PAGE}), num_blocks=pages + 1, max_batch_tokens=_STEP, allow_block_sharing=False
         ),
     )
     manager.start()

@@ -431,7 +431,7 @@ class Pair:
 
     def each(self, jobs: Sequence[ClaimedJob]) -> list[tuple[Harness, list[ClaimedJob]]]:
         """Either completer, with its copies of these jobs."""
-        self.keys.digest_all(jobs, "1")
+        self.keys.begin_all(jobs, "1")
         return [(self.whole, list(jobs)), (self.single, apart(jobs))]
 
     def end(self, jobs: Sequence[ClaimedJob], batch: int) -> None:

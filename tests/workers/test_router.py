@@ -139,6 +139,18 @@ def test_an_equal_job_follows_and_is_reported_as_started():
     assert counted(harness.metrics, "penstock_single_flight", "1", "queue") == 1
 
 
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_new_inputs_need_no_digest(has_cache: bool):
+    """A look-up is counted for each where there is a cache; an equal job still follows the first one."""
+    harness = Harness(cache={"enabled": has_cache})
+    jobs = [job_of(7), job_of(8)]
+    assert [harness.route(job) for job in jobs] == [Run(harness.version)] * 2
+    assert [job.known_digest for job in jobs] == [b"", b""]
+    assert sum(harness.answers.take_accesses().values()) == 2 * has_cache
+    assert harness.route(job_of(8)) is Aside.FOLLOWS
+    assert all(job.known_digest for job in jobs)
+
+
 @pytest.mark.parametrize("isolates", [True, False])
 def test_jobs_share_a_key_only_within_a_version_and_perhaps_within_a_tenant(isolates: bool):
     """Equal jobs of two versions never share a key, and those of two tenants share one only without isolation."""
@@ -305,6 +317,8 @@ class Claims:
             tenant = "acme" if harness.router._keys._isolates_tenants else ""
             answer = EncodedOutputs((), str(number).encode(), harness.version.content_hash, harness.version.generation)
             harness.answers.memory.put(key_of(job.header, job.body, "1", tenant=tenant), answer, 60.0)
+            # An equal job was here before.
+            harness.router._samples.are_new([job])
 
     def ways(self, jobs: Sequence[ClaimedJob]) -> tuple[dict[str, object], dict[str, object]]:
         """By the id of each job, how either router decided."""
@@ -329,6 +343,7 @@ class Claims:
         """By the id of each leader, its followers, in either router."""
 
         def of(harness: Harness) -> dict[str, list[str]]:
+            harness.flights._name_leaders()
             return {
                 leader.header.id: [follower.header.id for follower, _ in harness.flights._followers.get(digest, ())]
                 for digest, leader in harness.flights._leaders.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.workers.cache.answers import AnswerCache
+from penstock.workers.cache.input_samples import InputSamples
 from penstock.workers.cache.key import JobKeys
 from penstock.workers.cache.l2 import L2Cache, L2CacheConfig
 from penstock.workers.cache.l3 import L3Cache, L3CacheConfig
@@ -12,6 +13,7 @@ from penstock.workers.cache.tiers import SharedTiers
 
 __all__ = [
     "AnswerCache",
+    "InputSamples",
     "JobKeys",
     "L1Cache",
     "L2Cache",

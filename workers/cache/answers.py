@@ -76,6 +76,10 @@ class AnswerCache:
             version.used_at = self._clock()
         return found
 
+    def miss_all(self, jobs: Sequence[ClaimedJob], version: ServedVersion) -> None:
+        """Count a look-up in the memory for each of these jobs, for which it has no answer."""
+        self._count_all(version, jobs, [None] * len(jobs), 0, self.memory.name)
+
     def asks(self, version: ServedVersion) -> bool:
         """Whether the tiers behind the memory are asked for answers of this version."""
         return self.tiers is not None and self.tiers.is_open and bool(version.content_hash)

@@ -1,7 +1,7 @@
 """The keys under which equal jobs share one answer, for the jobs of a claim; see safety/cache_entry.py.
 
 what is asked: tenant, model, version, description of the inputs, outputs --> hashed once per SharedHeader
-the inputs                                                                --> hashed for each job
+the inputs                                                                --> hashed for each job that needs it
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from penstock.safety.cache_entry import KEY_BYTES, begin_key
+from penstock.safety.cache_entry import begin_key
 from penstock.workers.job import ClaimedJob, SharedHeader
 
 if TYPE_CHECKING:
@@ -34,16 +34,14 @@ class JobKeys:
     def __len__(self) -> int:
         return len(self._begun)
 
-    def digest_all(self, jobs: Sequence[ClaimedJob], label: str) -> None:
-        """Set the digest of each job for the version with this label: its key, see safety/cache_entry.py."""
-        shared = copy_begun = None
+    def begin_all(self, jobs: Sequence[ClaimedJob], label: str) -> None:
+        """Let each job compute its digest for the version with this label: its key, see safety/cache_entry.py."""
+        shared = begun = None
         for job in jobs:
-            if copy_begun is None or shared is None or job.shared is not shared:
+            if begun is None or shared is None or job.shared is not shared:
                 shared = job.shared
-                copy_begun = self._begun_for(job, label).copy
-            state = copy_begun()
-            state.update(job.body)
-            job.digest = state.digest()[:KEY_BYTES]
+                begun = self._begun_for(job, label)
+            job.begun_key = begun
 
     def _begun_for(self, job: ClaimedJob, label: str) -> _Hash:
         shared, tenant = job.shared, job.header.tenant if self._isolates_tenants else ""

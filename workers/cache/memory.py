@@ -37,7 +37,7 @@ class L1Cache:
 
     def __init__(self, max_entries: int, max_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.evicted = 0
-        self._max_entries = max_entries
+        self.max_entries: Final = max_entries
         self._max_bytes = max_bytes
         self._clock = clock
         self._entries: OrderedDict[bytes, tuple[EncodedOutputs, float, int]] = OrderedDict()
@@ -130,7 +130,7 @@ class L1Cache:
 
     def _evict(self) -> None:
         """The least recently used entries leave until the others fit."""
-        entries, max_entries, max_bytes = self._entries, self._max_entries, self._max_bytes
+        entries, max_entries, max_bytes = self._entries, self.max_entries, self._max_bytes
         leave, nbytes, before = entries.popitem, self._nbytes, len(entries)
         while nbytes > max_bytes or len(entries) > max_entries:
             nbytes -= leave(False)[1][2]

@@ -1,6 +1,7 @@
 """Equal jobs that are here at the same time share one forward: the first is the leader, the others follow it.
 
 join_all --> each job leads, or follows an equal job;  end --> the followers of a job that leads no longer
+lead_all --> jobs that are equal to no other lead, and nobody asks for their digests until `join_all` is called
 """
 
 from __future__ import annotations
@@ -20,12 +21,19 @@ class SingleFlight:
     def __init__(self) -> None:
         self._leaders: dict[bytes, ClaimedJob] = {}
         self._followers: dict[bytes, list[Waiting]] = {}
+        self._alone: dict[ClaimedJob, None] = {}
+        """Leaders whose digests nobody has asked for, in order."""
+
+    def lead_all(self, jobs: Iterable[ClaimedJob]) -> None:
+        """Let these jobs lead: no other one that is here is equal to one of them."""
+        self._alone.update(dict.fromkeys(jobs))
 
     def join_all(self, jobs: Iterable[ClaimedJob], version: ServedVersion) -> tuple[list[ClaimedJob], list[ClaimedJob]]:
         """Let each job with a digest follow an equal one; returns those that lead or run by themselves, and the rest.
 
         Only jobs of one tenant share an answer. A failure is not shared.
         """
+        self._name_leaders()
         leading: list[ClaimedJob] = []
         following: list[ClaimedJob] = []
         leader_of = self._leaders.setdefault
@@ -50,6 +58,9 @@ class SingleFlight:
 
     def end(self, job: ClaimedJob) -> list[Waiting]:
         """The job leads no longer; returns its followers."""
+        if job in self._alone:
+            del self._alone[job]
+            return []
         if not job.digest or self._leaders.get(job.digest) is not job:
             return []
         del self._leaders[job.digest]
@@ -57,15 +68,29 @@ class SingleFlight:
 
     def end_all(self, jobs: Iterable[ClaimedJob]) -> list[ClaimedJob]:
         """These jobs lead no longer; returns each of them, with its followers behind it."""
-        leaders, followers = self._leaders, self._followers
-        together: list[ClaimedJob] = []
+        leaders, followers, alone = self._leaders, self._followers, self._alone
+        if not leaders:
+            # Nobody follows either.
+            together = [*jobs]
+            for job in together:
+                alone.pop(job, None)
+            return together
+        together = []
         for job in jobs:
             together.append(job)
-            if leaders.get(job.digest) is job:
+            if job in alone:
+                del alone[job]
+            elif leaders and leaders.get(job.digest) is job:
                 del leaders[job.digest]
                 if followers:
                     together += [follower for follower, _ in followers.pop(job.digest, ())]
         return together
+
+    def _name_leaders(self) -> None:
+        """Each leader has its digest from here on."""
+        for job in self._alone:
+            self._leaders.setdefault(job.digest, job)
+        self._alone.clear()
 
 
 def _may_share(leader: ClaimedJob, job: ClaimedJob) -> bool:

@@ -5,7 +5,7 @@ two of them, which disagree about locales: the first regular expression of torch
 `std::bad_cast` (torch 2.11 with CUDA 13, and torch 2.13 on a CPU with `-static-libstdc++`).
 
     compiler, asked for its shared library -> has one: nothing to do
-                                           -> has none: a script in its place, which looks for the library that is loaded
+                                           -> has none: a script in its place, which finds the library that is loaded
 """
 
 from __future__ import annotations

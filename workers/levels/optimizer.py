@@ -21,13 +21,11 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple
 
 from penstock.registry.broker.breakers import BreakerEnd, BreakerRecord, split_breaker_name
 from penstock.registry.settings_sections import InferenceConfig
@@ -35,13 +33,14 @@ from penstock.safety.alerts import Alert, Alerts, breaker_alert
 from penstock.safety.golden_archive import GoldenArchive
 from penstock.safety.golden_store import GoldenStore
 from penstock.safety.hysteresis import StateChange
-from penstock.safety.orchestrator import GateDecision, SafetyOrchestrator
-from penstock.safety.privacy import redactor_of
+from penstock.safety.orchestrator import GateDecision
+from penstock.safety.privacy import InputRedactor, redactor_of
 from penstock.safety.validator_registry import ValidatorRegistry
 from penstock.safety.validators import Verdict
 from penstock.workers.compilation import TorchCompiler
 from penstock.workers.levels.attached import AttachedVersion
 from penstock.workers.levels.decision_log import DecisionKey, DecisionLog, environment
+from penstock.workers.levels.decision_recorder import Audit, DecisionRecorder
 from penstock.workers.levels.form_breakers import FormBreakers
 from penstock.workers.levels.golden_archiving import GoldenArchiving
 from penstock.workers.levels.profiler import Profiler
@@ -68,7 +67,6 @@ __all__ = ["Audit", "InferenceOptimizer", "LevelCommand"]
 logger = logging.getLogger("penstock.runtime")
 
 LevelCommand = Literal["compile", "optimise", "measure", "trace"]
-Audit: TypeAlias = Callable[[Mapping[str, object]], None]
 
 _TICK_S: Final = 1.0
 _CACHE_ENTRIES: Final = 50_000
@@ -115,7 +113,6 @@ class InferenceOptimizer:
         self._clock = clock
         self._config = config
         self._device = device
-        self._audit = audit
         self._metrics = metrics
         self._compiler = compiler if config.compilation.enabled else None
         self._redactor = redactor_of(config.privacy)
@@ -140,6 +137,7 @@ class InferenceOptimizer:
                 on_transition=self._form_switched,
             )
         self.log: Final = DecisionLog(home)
+        self._recorder = DecisionRecorder(self.log, audit, metrics)
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         self._attached: dict[Hashable, AttachedVersion] = {}
@@ -185,10 +183,12 @@ class InferenceOptimizer:
             decision_key,
             runtime,
             Profiler(
-                runtime, self._new_goldens() if has_goldens else None, self._sampler(runtime) if has_goldens else None
+                runtime,
+                _new_goldens(self._redactor) if has_goldens else None,
+                self._sampler(runtime) if has_goldens else None,
             ),
             self._steps_of(runtime, max_rows, keeps_inputs=keeps_inputs),
-            self._max_level_of(spec.max_level),
+            _max_level_of(config, spec.max_level),
             max_rows,
             self.log.earlier(decision_key),
         )
@@ -201,7 +201,7 @@ class InferenceOptimizer:
             version.end_batching()
         with self._wake:
             self._attached[key] = version
-            self._show_level(version)
+            self._recorder.show_level(version)
             self._wake.notify()
         return version.profiler
 
@@ -264,14 +264,6 @@ class InferenceOptimizer:
 
     # Steps
 
-    def _max_level_of(self, own: int | None) -> int:
-        if not self._config.enabled:
-            return 0
-        return min(self._config.max_level, HIGHEST_LEVEL if own is None else own, HIGHEST_LEVEL)
-
-    def _new_goldens(self) -> GoldenStore:
-        return GoldenStore(seed=secrets.randbits(32), redactor=self._redactor if self._redactor.is_active else None)
-
     def _sampler(self, runtime: Runtime) -> SpotSampler | None:
         share = self._config.safety.spot_check_share
         if not share or not isinstance(runtime, Tunable):
@@ -311,10 +303,10 @@ class InferenceOptimizer:
                 return None
             version.requested -= {step}
             version.returning -= {step}
-            gate = self._gated(version, trial, step, criterion)
+            gate = self._recorder.gated(version, trial, step, criterion)
             if gate is None:
-                return self._not_recorded(version, trial.decision(step, criterion))
-            decision = self._settle(version, Decision.of(gate, version.level_state.form))
+                return self._recorder.not_recorded(version, trial.decision(step, criterion))
+            decision = self._recorder.settle(version, Decision.of(gate, version.level_state.form))
             if gate.accepted:
                 _turn_on(version.runtime, gate, trial.forward)
                 if is_form(step):
@@ -327,42 +319,8 @@ class InferenceOptimizer:
             self._alerts.notify(_gate_alert(version.key, gate))
         return decision
 
-    def _gated(self, version: AttachedVersion, trial: Trial, step: str, criterion: str) -> GateDecision | None:
-        """The gate's decision; None when it could not be recorded."""
-        try:
-            return self._gate_of(version).gate_optimization(
-                step, version.subject, trial.evidence, level=THRESHOLDS[step].level, criterion=criterion
-            )
-        except Exception:
-            _log_unrecorded(version.key, step)
-            return None
-
-    def _gate_of(self, version: AttachedVersion) -> SafetyOrchestrator:
-        return SafetyOrchestrator(partial(self._record, version))
-
-    def _record(self, version: AttachedVersion, gate: GateDecision) -> None:
-        self._audit(self.log.append(version.key, Decision.of(gate, version.level_state.form)))
-
-    def _not_recorded(self, version: AttachedVersion, decision: Decision) -> Decision:
-        """A step without a record could not be traced, so it is not on."""
-        if decision.action == "enabled":
-            decision = replace(decision, action="refused", reason="it could not be recorded")
-            # The log may have the first decision although the audit has not.
-            with suppress(OSError):
-                self.log.append(version.key, decision)
-        return self._settle(version, decision)
-
-    def _settle(self, version: AttachedVersion, decision: Decision) -> Decision:
-        version.level_state = version.level_state.apply(decision)
-        _log_decision(version.key, decision)
-        self._show_level(version)
-        return decision
-
     def _count_build(self, version: AttachedVersion, step: str) -> None:
         version.long_builds += is_form(step) and step not in _QUICK_BUILD
-
-    def _show_level(self, version: AttachedVersion) -> None:
-        self._metrics.level(version.key.model, version.key.version, "", version.level_state.level)
 
     def _fell_back(self, version: AttachedVersion, form: str, reason: str) -> None:
         """A form failed at serving. Called on a model thread, after the reference has answered the batch."""
@@ -382,13 +340,7 @@ class InferenceOptimizer:
         with self._lock:
             if version.level_state.form != form or version.is_detached:
                 return
-            try:
-                self._gate_of(version).disable_optimization(
-                    form, version.subject, reason, level=THRESHOLDS[form].level, criterion=criterion
-                )
-            except Exception:
-                _log_unrecorded(version.key, form)
-            self._settle(version, Decision(form, "disabled", criterion, reason))
+            self._recorder.disabled(version, form, reason, criterion)
 
     # Spot checks
 
@@ -531,6 +483,17 @@ class InferenceOptimizer:
         return described(decision).replace("enabled", "would be enabled")
 
 
+def _max_level_of(config: InferenceConfig, own: int | None) -> int:
+    """own: what the package allows; None: it says nothing."""
+    if not config.enabled:
+        return 0
+    return min(config.max_level, HIGHEST_LEVEL if own is None else own, HIGHEST_LEVEL)
+
+
+def _new_goldens(redactor: InputRedactor) -> GoldenStore:
+    return GoldenStore(seed=secrets.randbits(32), redactor=redactor if redactor.is_active else None)
+
+
 def _named(breaker: str) -> tuple[str, str, str]:
     """(model, version, form) of a breaker."""
     model, local = split_breaker_name(breaker)
@@ -545,20 +508,6 @@ def _gate_alert(key: DecisionKey, gate: GateDecision) -> Alert:
     return Alert(name, "gate", key.model, gate.reason, time.time(), key.version, gate.optimization, figures)
 
 
-def _log_decision(key: DecisionKey, decision: Decision) -> None:
-    logger.info(
-        "optimization decision",
-        extra={
-            "model": key.model,
-            "version": key.version,
-            "step": decision.step,
-            "action": decision.action,
-            "gain": decision.gain,
-            "reason": decision.reason or decision.criterion,
-        },
-    )
-
-
 def _admits(breakers: FormBreakers, version: AttachedVersion, form: str) -> bool:
     return breakers.admits(version.breaker_of(form))
 
@@ -568,10 +517,6 @@ def _verdict_of(trial: Trial) -> Verdict:
         return Verdict.FAIL
     judgement = trial.evidence.judgement
     return judgement.verdict if judgement is not None else Verdict.PASS
-
-
-def _log_unrecorded(key: DecisionKey, step: str) -> None:
-    logger.exception("a decision could not be recorded", extra={"model": key.model, "step": step})
 
 
 def _turn_on(runtime: Runtime, gate: GateDecision, forward: Forward | None) -> None:

@@ -51,7 +51,9 @@ def loaded(clock: Clock, **spec: Any) -> ServedVersion:
 def job(digest: bytes = b"digest", *, named: str = "", reply: str = "", tenant: str = "acme") -> ClaimedJob:
     """A claimed job. Jobs with one digest are equal."""
     header = JobHeader(new_job_id("rotation"), tenant, "rotation", "normal", (), named, reply=reply)
-    return ClaimedJob(Delivery("rotation", Priority.NORMAL, b"1-1", b""), header, b"", 1, 0.0, 0.0, 0, digest=digest)
+    return ClaimedJob(
+        Delivery("rotation", Priority.NORMAL, b"1-1", b""), header, b"", 1, 0.0, 0.0, 0, known_digest=digest
+    )
 
 
 def answer_of(version: ServedVersion) -> EncodedOutputs:

@@ -120,8 +120,8 @@ def test_jobs_of_a_claim_get_the_keys_of_jobs_by_themselves(
     for label in ("1", "2", "1"):
         jobs = [opened.open(*numbers, **_KINDS[kind]) for kind, numbers in asked]
         alone = apart(jobs)
-        keys.digest_all(jobs, label)
-        keys.digest_all(alone, label)
+        keys.begin_all(jobs, label)
+        keys.begin_all(alone, label)
         expected = [key_of(job.header, job.body, label, tenant=job.header.tenant if isolates else "") for job in jobs]
         assert [job.digest for job in jobs] == expected
         assert [job.digest for job in alone] == expected
@@ -133,6 +133,6 @@ def test_what_is_remembered_of_headers_is_bounded():
     for number in range(3000):
         job = opened.open(1.0, deadline_ms=number + 1)
         assert job.shared is not None
-        keys.digest_all([job], "1")
+        keys.begin_all([job], "1")
         assert job.digest == key_of(job.header, job.body, "1", tenant="acme")
         assert 0 < len(keys) <= 1024

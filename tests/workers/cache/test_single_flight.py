@@ -32,7 +32,7 @@ def version() -> ServedVersion:
 def job(digest: bytes = b"digest", *, tenant: str = "acme", retry: Retry | None = None) -> ClaimedJob:
     """A claimed job. Jobs with one digest are equal."""
     header = JobHeader(new_job_id("m"), tenant, "m", "normal", (), options=Options(retry=retry))
-    return ClaimedJob(Delivery("m", Priority.NORMAL, b"1-1", b""), header, b"", 1, 0.0, 0.0, 0, digest=digest)
+    return ClaimedJob(Delivery("m", Priority.NORMAL, b"1-1", b""), header, b"", 1, 0.0, 0.0, 0, known_digest=digest)
 
 
 def joins(flights: SingleFlight, job: ClaimedJob, version: ServedVersion) -> bool:
@@ -114,9 +114,24 @@ def test_jobs_with_one_header_are_still_told_apart_by_their_digest(flights: Sing
     opened, keys = OpenedJobs(Keyring.parse(None)), JobKeys(isolates_tenants=True)
     jobs = [opened.open(number, options=Options(retry=Retry(attempts=2))) for number in (1, 2, 1)]
     assert jobs[0].shared is jobs[1].shared is jobs[2].shared is not None
-    keys.digest_all(jobs, "1")
+    keys.begin_all(jobs, "1")
     assert flights.join_all(jobs, version) == (jobs[:2], jobs[2:])
     other = opened.open(1, options=Options(retry=Retry(attempts=3)))
-    keys.digest_all([other], "1")
+    keys.begin_all([other], "1")
     assert other.digest == jobs[0].digest
     assert flights.join_all([other], version) == ([], [other])
+
+
+def test_leaders_that_are_unlike_all_others_need_no_digest(flights: SingleFlight, version: ServedVersion):
+    """Until another job joins: then an equal one follows its leader, and those that have ended lead no longer."""
+    opened, keys = OpenedJobs(Keyring.parse(None)), JobKeys(isolates_tenants=True)
+    ended, leader, other, equal, late = (opened.open(number) for number in (1, 2, 3, 2, 1))
+    keys.begin_all([ended, leader, other, equal, late], "1")
+    flights.lead_all([ended, leader, other])
+    assert flights.end_all([ended]) == [ended]
+    assert flights.followers_of([leader, other]) == {}
+    assert [each.known_digest for each in (ended, leader, other)] == [b""] * 3
+    assert flights.join_all([equal, late], version) == ([late], [equal])
+    assert flights.end_all([other, leader]) == [other, leader, equal]
+    assert flights.end(late) == []
+    assert (flights._leaders, flights._followers, flights._alone) == ({}, {}, {})

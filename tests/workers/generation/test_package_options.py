@@ -113,6 +113,22 @@ def test_guesses_are_as_the_package_says(number: int, has_guesses: bool, tmp_pat
         assert (figures.drafted > 0) == has_guesses
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (512, 64)),
+        ({"max_num_batched_tokens": None, "max_long_prefill_tokens": None}, (512, 64)),
+        ({"device": "cuda:0", "max_num_batched_tokens": None}, (2048, 2048)),
+        ({"device": "cuda", "max_long_prefill_tokens": 100}, (2048, 100)),
+        ({"device": "cuda", "max_num_batched_tokens": 300}, (300, 2048)),
+    ],
+)
+def test_device_decides_the_tokens_of_a_step(options: dict[str, Any], expected: tuple[int, int]):
+    """Where nobody else does. A package that says nothing gives None."""
+    scheduler = Config.from_options(options).scheduler
+    assert (scheduler.max_num_batched_tokens, scheduler.max_long_prefill_tokens) == expected
+
+
 # Profiles
 
 

@@ -538,7 +538,7 @@ def test_log_tells_what_the_audit_did_not_take(make_harness: MakeHarness):
     def is_full(_: Mapping[str, object]) -> None:
         raise OSError("no space left on device")
 
-    harness.optimizer._audit = is_full
+    harness.optimizer._recorder._audit = is_full
     harness.serve(61)
     harness.settle()
     live = state_of(harness)
