@@ -62,6 +62,9 @@ def passed(record: BreakerRecord, probe: str) -> BreakerTransition:
     """The probe passed. `did`: the breaker is closed by it. A probe that another one has replaced does nothing."""
     if record.probe != probe or record.circuit == "open":
         return BreakerTransition(record, False)
+    if record.circuit == "closed":
+        # The same call again: failures since then go on counting.
+        return BreakerTransition(record, True)
     return BreakerTransition(record._replace(circuit="closed", failures=()), True)
 
 

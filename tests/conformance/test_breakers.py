@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from typing import Final
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from penstock.registry.broker.breakers import (
@@ -300,8 +300,19 @@ def _relative(record: BreakerRecord, now_ms: int) -> BreakerRecord:
     )
 
 
+PASSED_TWICE: Final[list[Step]] = [
+    *[("fail", 1)] * 3,
+    ("elapse", 2),
+    ("probe", 1),
+    ("pass", 1),
+    ("fail", 1),
+    ("pass", 1),
+]
+
+
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
+@example(steps=PASSED_TWICE)
 def test_redis_and_the_pure_machine_agree(redis_brokerage: OnRedis, steps: list[Step]):
     """On every history: the same answers, and the same records up to the time that the calls took."""
     model, memory, server = f"m-{new_breaker_id()}", InMemory(), InRedis(redis_brokerage)
