@@ -302,7 +302,7 @@ def _relative(record: BreakerRecord, now_ms: int) -> BreakerRecord:
 
 PASSED_TWICE: Final[list[Step]] = [
     *[("fail", 1)] * 3,
-    ("elapse", 2),
+    ("elapse", 3),
     ("probe", 1),
     ("pass", 1),
     ("fail", 1),
