@@ -19,7 +19,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from penstock.registry.envelope import Failure
 from penstock.registry.errors import InvalidInput
@@ -46,6 +46,9 @@ __all__ = [
     "Suspect",
     "is_of_arm",
 ]
+
+_LEAST_SAMPLES: Final = 10_000
+"""More than the jobs that a worker holds at a time: each of them may lead equal ones."""
 
 
 class Run(NamedTuple):
@@ -141,7 +144,7 @@ class JobRouter:
         self._is_paused = is_paused
         self._preloads = preloads
         self._keys = JobKeys(isolates_tenants=isolates_tenants)
-        self._samples = InputSamples(2 * answers.memory.max_entries)
+        self._samples = InputSamples(max(_LEAST_SAMPLES, 2 * answers.memory.max_entries))
 
     # The routes
 

@@ -151,6 +151,14 @@ def test_new_inputs_need_no_digest(has_cache: bool):
     assert all(job.known_digest for job in jobs)
 
 
+def test_leaders_are_followed_whatever_the_cache_holds():
+    """A cache of one answer forgets the others. The jobs that run are remembered all the same."""
+    harness = Harness(cache={"enabled": True, "l1_size": 1})
+    for number in range(20):
+        assert harness.route(job_of(number)) == Run(harness.version)
+    assert harness.route(job_of(0)) is Aside.FOLLOWS
+
+
 @pytest.mark.parametrize("isolates", [True, False])
 def test_jobs_share_a_key_only_within_a_version_and_perhaps_within_a_tenant(isolates: bool):
     """Equal jobs of two versions never share a key, and those of two tenants share one only without isolation."""

@@ -80,7 +80,7 @@ class SingleFlight:
             together.append(job)
             if job in alone:
                 del alone[job]
-            elif leaders and leaders.get(job.digest) is job:
+            elif leaders.get(job.digest) is job:
                 del leaders[job.digest]
                 if followers:
                     together += [follower for follower, _ in followers.pop(job.digest, ())]

@@ -40,7 +40,7 @@ class DecisionRecorder:
             return self._gate_of(version).gate_optimization(
                 step, version.subject, trial.evidence, level=THRESHOLDS[step].level, criterion=criterion
             )
-        except Exception:
+        except Exception:  # a full disk, or whatever the audit raises: without both records the step stays off
             _log_unrecorded(version.key, step)
             return None
 
@@ -50,7 +50,7 @@ class DecisionRecorder:
             self._gate_of(version).disable_optimization(
                 form, version.subject, reason, level=THRESHOLDS[form].level, criterion=criterion
             )
-        except Exception:
+        except Exception:  # as above; the form has failed, and must not stay on for want of a record
             _log_unrecorded(version.key, form)
         self.settle(version, Decision(form, "disabled", criterion, reason))
 

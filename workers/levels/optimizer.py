@@ -62,7 +62,7 @@ from penstock.workers.runtime.base import Runtime
 from penstock.workers.runtime.forms import Forward, Tunable
 from penstock.workers.runtime.tokeniser import TokenCache, Tokenising
 
-__all__ = ["Audit", "InferenceOptimizer", "LevelCommand"]
+__all__ = ["InferenceOptimizer", "LevelCommand"]
 
 logger = logging.getLogger("penstock.runtime")
 
