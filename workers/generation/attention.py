@@ -245,6 +245,11 @@ class StepContext:
     kernel: DecodeKernel | None = None
     """For groups of one query each; None: their pages are gathered."""
     calls: list[int] = field(default_factory=list)
+    num_kernel_rows: int = field(init=False)
+    """The first rows of the batch, whose new keys and values the kernel writes."""
+
+    def __post_init__(self) -> None:
+        self.num_kernel_rows = sum([group.num_rows for group in self.groups if self.attends_by_kernel(group)])
 
     def attends_by_kernel(self, group: RowGroup) -> bool:
         """Whether the kernel computes these rows, and writes their new keys and values."""
@@ -292,9 +297,7 @@ def paged_attention(
     queries, keys, values = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     new = NewTokens(keys, values, context.slots)
     pool = context.pools.of(layer, new)
-    # Rows of the kernel are the first of a batch.
-    by_kernel = sum(group.num_rows for group in context.groups if context.attends_by_kernel(group))
-    if by_kernel < len(context.slots):
+    if (by_kernel := context.num_kernel_rows) < len(context.slots):
         pool.write(new.part(slice(by_kernel, None)) if by_kernel else new)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     extras = None if softcap is None and s_aux is None else _Extras(softcap, s_aux)
