@@ -292,12 +292,12 @@ class Engine:
             )
 
     def _probed(self, records: LoadRecords) -> int:
-        page_size, packing = self.config.cache.page_size, self.config.packed_linears
+        page_size, joined = self.config.cache.page_size, f"{self.joined_linears} joined"
         try:
-            return probe(self.decoder, page_size, records, packing)
+            return probe(self.decoder, page_size, records, f"{self.config.packed_linears}, {joined}")
         except PackedFailure as failure:
             self.packing.give_up(failure)
-        return probe(self.decoder, page_size, records, "off")
+        return probe(self.decoder, page_size, records, f"off, {joined}")
 
     # One step
 

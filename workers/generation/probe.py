@@ -39,7 +39,7 @@ _BEYOND: Final = 8
 
 
 def probe(decoder: Decoder, page_size: int, records: LoadRecords = _NO_RECORDS, packing: str = "off") -> int:
-    """Returns the bytes that one page takes in all layers. packing: of the linear layers, see Config.
+    """Returns the bytes that one page takes in all layers. packing: how the linear layers are packed and joined.
 
     Raises ConfigurationError with the architecture's name, and PackedFailure where the packed layers are at fault.
     """
