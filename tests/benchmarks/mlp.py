@@ -14,11 +14,12 @@ from tests.servers import ROOT
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BATCH", "MODELS", "WIDTH", "Float32Array", "check", "in_process_rate", "inputs", "module"]
+__all__ = ["BATCH", "CLASSES", "MODELS", "WIDTH", "Float32Array", "check", "in_process_rate", "inputs", "module"]
 
 Float32Array = npt.NDArray[np.float32]
 MODELS: Final = ROOT / "models"
 WIDTH: Final = 384
+CLASSES: Final = 10
 BATCH: Final = 64
 _TOLERANCE: Final = 1e-5
 

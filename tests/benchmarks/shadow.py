@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import yaml
@@ -48,9 +48,11 @@ _RATE_RUNS: Final = 4
 _FIRST_RATE: Final = 2000.0
 _HALF: Final = 0.5
 _CRASHING_PAIRS_PER_ROUND: Final = 3
-_CRASHING_RUN_S: Final = 40.0
-"""A candidate that crashes at once is loaded again after nineteen times the time of its load. The run has a load in it,
-and that pause."""
+_CRASHING_RUN_S: Final = 140.0
+"""A candidate that crashes at once is loaded again after 99 times the time of its load. The run has a load in it, and
+that pause."""
+_BESIDE_CRASHING_S: Final = 20.0
+"""A run without the shadow before and after it."""
 _INPUTS: Final = 20_000
 """Different ones. A longer run has them again: nothing is cached here."""
 _FAR_MS: Final = 10**13
@@ -139,13 +141,14 @@ def _pairs(stage: _Stage, name: str, scale: Scale, rate: float, say: Progress) -
     crashes = name == "crashing"
     number = scale.rounds * (_CRASHING_PAIRS_PER_ROUND if crashes else _PAIRS_PER_ROUND)
     # At most so many times the jobs of another row: a quick run is short.
-    jobs = min(scale.jobs * 16, int(rate * _CRASHING_RUN_S)) if crashes else min(scale.jobs * 4, int(rate * _RUN_S))
+    jobs = min(scale.jobs * (48 if crashes else 4), int(rate * (_CRASHING_RUN_S if crashes else _RUN_S)))
+    beside = min(jobs, int(rate * _BESIDE_CRASHING_S))
     found: list[_Pair] = []
     with stage.shadow_worker(name):
-        before = stage.run(_OFF, jobs, rate)
+        before = stage.run(_OFF, beside, rate)
         for turn in range(number):
             on = stage.run(name, jobs, rate)
-            after = stage.run(_OFF, jobs, rate)
+            after = stage.run(_OFF, beside, rate)
             found.append(_Pair(on, before, after))
             say(f"shadow {name} {turn + 1}: {on}, off: {after}")
             before = after
@@ -306,7 +309,8 @@ async def _paced(settings: Settings, jobs: int, rate: float, seed: int) -> tuple
     distinct = mlp.inputs(min(jobs, _INPUTS), seed)
     rows = [distinct[n : n + 1] for n in range(len(distinct))]
     latencies: list[float] = []
-    answers: dict[int, Any] = {}
+    # One array: with as many objects as jobs, the garbage collector would take part in the latency of long runs.
+    answers = np.full((jobs, mlp.CLASSES), np.nan, np.float32)
     async with AsyncClient.from_env(settings=settings) as client:
 
         async def burst(first: int) -> None:
@@ -314,29 +318,29 @@ async def _paced(settings: Settings, jobs: int, rate: float, seed: int) -> tuple
             batch = [{"x": rows[n % len(rows)]} for n in range(first, min(first + _BURST, jobs))]
             for offset, job in enumerate(await client.submit_many("mlp", batch)):
                 try:
-                    answers[first + offset] = (await job.result(60))["logits"]
+                    answers[first + offset] = (await job.result(60))["logits"][0]
                 except Exception as error:  # counted, whatever it is
                     print(f"failed: {error}")
                 latencies.append(time.perf_counter() - begun)
 
         begun = time.perf_counter()
-        tasks: list[asyncio.Task[None]] = []
         limit = asyncio.Semaphore(64)
 
         async def bounded(first: int) -> None:
             async with limit:
                 await burst(first)
 
-        for number, first in enumerate(range(0, jobs, _BURST)):
-            if (early := begun + number * _BURST / rate - time.perf_counter()) > 0:
-                await asyncio.sleep(early)
-            tasks.append(asyncio.create_task(bounded(first)))
-        await asyncio.gather(*tasks)
-    if len(answers) == jobs:
+        async with asyncio.TaskGroup() as bursts:
+            for number, first in enumerate(range(0, jobs, _BURST)):
+                if (early := begun + number * _BURST / rate - time.perf_counter()) > 0:
+                    await asyncio.sleep(early)
+                bursts.create_task(bounded(first))
+    failed = int(np.isnan(answers).any(axis=1).sum())
+    if not failed:
         for first in range(0, jobs, len(rows)):
-            some = [answers[n] for n in range(first, min(first + len(rows), jobs))]
-            mlp.check(distinct[: len(some)], np.concatenate(some))
-    return latencies, jobs - len(answers)
+            some = answers[first : first + len(rows)]
+            mlp.check(distinct[: len(some)], some)
+    return latencies, failed
 
 
 def _cpu_us(pid: int) -> float:
