@@ -6,7 +6,8 @@
                                                         '--> merged --> verdict --> the gate's record
 
 The verdict comes as soon as it is sure, after enough pairs, or at the time-out. A shadow that this command has started
-ends with it. A FAIL opens the breaker of the version, and is one alert; see canary_failures.py.
+ends with it. A FAIL opens the breaker of the version, and is one alert; see canary_failures.py. A PASS closes it, once
+its pause is over; see canary_passes.py.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Final
 
 from penstock.compose import shadow as shadows
 from penstock.compose.canary_failures import CanaryFailures, opened_failures
 from penstock.compose.canary_gate import record_verdict
+from penstock.compose.canary_passes import readmit, recorded_in
 from penstock.compose.candidates import CheckedCandidate, checked_candidate
 from penstock.compose.rollout.active_version import active_deployment
 from penstock.compose.rollout.operator_keys import operator_keys
 from penstock.registry.broker.base import FleetEnd
+from penstock.registry.broker.redis_breakers import RedisBreakers
 from penstock.registry.broker.redis_shadow import RedisShadow
 from penstock.registry.errors import (
     BrokerUnavailable,
@@ -112,6 +116,7 @@ def run_canary(
         opened_failures(settings, metrics) as failures,
     ):
         _check_shadow(end, candidate)
+        since_ms = end.server_ms()
         judged = _Judged(settings, candidate, plan, device, on_progress, metrics, failures)
         goldens = _stored_goldens(settings, fleet, candidate)
         if goldens:
@@ -124,7 +129,8 @@ def run_canary(
                 examples = shadows.report(settings, model)["worst"][:_MOST_EXAMPLES]
         else:
             gate = judged.conclude(end)
-    verdict = judged.verdict
+        verdict = judged.verdict
+        wait_s = _readmitted(settings, candidate, verdict, since_ms) if verdict.verdict is Verdict.PASS else None
     return {
         "model": model,
         "candidate": candidate.version,
@@ -132,11 +138,21 @@ def run_canary(
         "active": candidate.active,
         **verdict.as_data(),
         "accepted": gate.accepted,
+        "breaker_pause_s": wait_s,
         "goldens": judged.goldens.pairs,
         "shadow_pairs": judged.pairs.pairs,
         "examples": examples,
         "seconds": round(time.monotonic() - begun, 3),
     }
+
+
+def _readmitted(
+    settings: Settings, candidate: CheckedCandidate, verdict: CanaryVerdict, since_ms: float
+) -> float | None:
+    """Closes the breaker of the version. Returns the seconds for which it stays open; None: it is closed."""
+    with closing(RedisBreakers.from_url(settings.redis_url or "", timeout_s=_TIMEOUT_S)) as breakers:
+        wait_s = readmit(breakers, candidate, verdict, since_ms, recorded_in(settings))
+    return round(wait_s, 3) if 0 < wait_s < inf else None
 
 
 def _check_shadow(end: RedisShadow, candidate: CheckedCandidate) -> None:

@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 from typing import Final
 
 from penstock.compose.candidates import CheckedCandidate
-from penstock.registry.broker.breakers import CANDIDATE, BreakerEnd, BreakerLimits, breaker_name, new_breaker_id
+from penstock.registry.broker.breakers import CANDIDATE, CANDIDATE_LIMITS, BreakerEnd, breaker_name, new_breaker_id
 from penstock.registry.broker.redis_breakers import RedisBreakers
 from penstock.registry.settings import Settings
 from penstock.safety.alert_hooks import open_alerts
@@ -46,7 +46,7 @@ class CanaryFailures:
         if candidate.form:
             return
         name = breaker_name(candidate.model, candidate.version, CANDIDATE)
-        opened = self._breakers.force_open_breaker(name, _reason(verdict), new_breaker_id(), BreakerLimits())
+        opened = self._breakers.force_open_breaker(name, _reason(verdict), new_breaker_id(), CANDIDATE_LIMITS)
         if opened.did:
             self._metrics.breaker_tripped(candidate.model, candidate.version, CANDIDATE)
             logger.warning("the breaker of the candidate is open", extra={"breaker": name, "reason": _reason(verdict)})

@@ -17,11 +17,9 @@ from typing import Any, Final
 
 from penstock.compose.canary_gate import record_verdict
 from penstock.compose.candidates import CheckedCandidate, checked_candidate
-from penstock.compose.rollout.active_version import active_deployment
 from penstock.compose.rollout.audit_log import audit_logger
 from penstock.compose.rollout.operator_keys import operator_keys
 from penstock.registry.broker.base import FleetEnd
-from penstock.registry.broker.breakers import CANDIDATE, breaker_name
 from penstock.registry.broker.redis_breakers import RedisBreakers
 from penstock.registry.broker.redis_shadow import RedisShadow, ShadowState
 from penstock.registry.errors import (
@@ -92,21 +90,7 @@ def start(
             raise TransitionConflict(
                 f"{model} has a shadow{_named(running, model)} already. Expected `penstock shadow stop {model}` first"
             )
-    if not form and not _is_arm(fleet, model, checked.version):
-        with closing(_breakers(settings)) as breakers:
-            # What an earlier shadow found holds no more: the candidate is compared anew.
-            breakers.reset_breaker(breaker_name(model, checked.version, CANDIDATE))
     return order
-
-
-def _is_arm(fleet: FleetEnd, model: str, version: str) -> bool:
-    """Whether an experiment would give the version jobs again before it has been compared."""
-    try:
-        deployment = active_deployment(fleet, model)
-    except Corrupt:
-        return True
-    routing = deployment.routing if deployment is not None else None
-    return routing is not None and any(arm.version == version for arm in routing.arms)
 
 
 def stop(settings: Settings, model: str) -> dict[str, Any]:
@@ -169,6 +153,7 @@ def serve_shadow(
     """
     # Here: the other commands load no part of a worker.
     from penstock.compose.canary_failures import CanaryFailures
+    from penstock.compose.canary_passes import readmit, recorded_in
     from penstock.safety.alert_hooks import open_alerts
     from penstock.safety.payload_keys import envelope_keys
     from penstock.safety.validator_registry import ValidatorRegistry
@@ -193,6 +178,9 @@ def serve_shadow(
         device=device,
         verify=operator_keys(settings).verify if settings.operator_public_keys else None,
         on_verdict=partial(_record_verdict, settings),
+        on_pass=lambda order, verdict, since_ms: readmit(
+            breakers, _candidate(order, ""), verdict, since_ms, recorded_in(settings)
+        ),
         on_failure=lambda order, content, verdict: failures.stop(_candidate(order, content), verdict),
         on_ended=lambda order, content, verdict: failures.tell(_candidate(order, content), verdict, order.id),
         is_stopping=is_stopping,

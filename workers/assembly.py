@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.registry.broker.base import Broker
-from penstock.registry.broker.breakers import BreakerEnd
+from penstock.registry.broker.breakers import BreakerEnd, BreakerRecord
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.overdue import OverdueJobs
 from penstock.registry.package import Package
@@ -90,7 +90,8 @@ class DrainOptions:
     cache, behind the memory, the nearest first; the drain closes them. may_leave: see SharedTiers. data_keys: encrypt
     the data of these settings; None: they encrypt nothing. accesses: records look-ups in the cache; None: they are not
     recorded. mirror: of committed jobs, for their shadows; the drain closes it. breakers: of candidates, which the arms
-    of experiments obey; None: there are none.
+    of experiments obey; None: there are none. on_arm_stopped: is told (name, record) on a thread of its own when the
+    failures of an arm on this worker have opened its breaker.
     """
 
     name: str
@@ -117,6 +118,7 @@ class DrainOptions:
     accesses: CacheAccessAudit | None = None
     mirror: Mirror = field(default_factory=NullMirror)
     breakers: BreakerEnd | None = None
+    on_arm_stopped: Callable[[str, BreakerRecord], None] = lambda name, record: None
     types: PartTypes = field(default_factory=PartTypes)
 
 
@@ -159,7 +161,7 @@ class _Assembly:
         self.lifecycle = self._lifecycle(packages)
         peers = Peers(broker, options.name, options.clock)
         self.placement = types.placement(self.lifecycle, peers, options.clock, most_waiting=self.most_jobs // 4)
-        self.arms = ArmCounts(consumer, self.lifecycle.models)
+        self.arms = self._arm_counts(consumer)
         self.telemetry = BatchTelemetry(options.listener, options.metrics, self.answers, options.accesses, self.arms)
         self.status = StatusReporter(
             self.identity,
@@ -247,7 +249,19 @@ class _Assembly:
         def with_arms() -> list[str]:
             return [name for name, model in tuple(self.lifecycle.models.items()) if model.arms is not None]
 
-        return ArmBreakers(self.options.breakers, with_arms, ring=self.wake_up.ring, clock=self.options.clock)
+        return ArmBreakers(
+            self.options.breakers,
+            with_arms,
+            ring=self.wake_up.ring,
+            on_trip=self.options.on_arm_stopped,
+            clock=self.options.clock,
+        )
+
+    def _arm_counts(self, consumer: str) -> ArmCounts:
+        models, clock = self.lifecycle.models, self.options.clock
+        if self.arm_breakers is None:
+            return ArmCounts(consumer, models, clock=clock)
+        return ArmCounts(consumer, models, on_failing=self.arm_breakers.stop, clock=clock)
 
     def _lifecycle(self, packages: Sequence[Package]) -> ModelLifecycle:
         options, inference = self.options, self.settings.inference

@@ -44,7 +44,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -55,7 +55,7 @@ import redis
 from penstock.registry import garbage
 from penstock.registry.admission import JobBuilder, SpecCache, limits_of
 from penstock.registry.broker.base import Broker
-from penstock.registry.broker.breakers import BreakerEnd
+from penstock.registry.broker.breakers import BreakerEnd, BreakerRecord
 from penstock.registry.broker.redis_audit_heads import RedisAuditHeads
 from penstock.registry.broker.redis_breakers import RedisBreakers
 from penstock.registry.broker.redis_connection import connection_options
@@ -98,6 +98,7 @@ from penstock.workers.drain import Drain
 from penstock.workers.levels.decision_audit import audit_decision
 from penstock.workers.levels.decision_log import DecisionLog
 from penstock.workers.levels.optimizer import InferenceOptimizer
+from penstock.workers.levels.stopped_arms import tell_arm_stopped
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.observe.probe import Probe
 from penstock.workers.process import heartbeat
@@ -381,6 +382,7 @@ def _open_parts(settings: Settings, device: Pin, celery: CeleryParts, closing: E
         streams,
         accesses,
         breakers,
+        partial(tell_arm_stopped, metrics, opened.alerts, log),
         closing,
     )
     reconciler = _build_reconciler(settings, drain, celery.hostname, verify)
@@ -405,6 +407,7 @@ def _open_drain(
     streams: StandardStreams,
     accesses: CacheAccessAudit,
     breakers: BreakerEnd,
+    on_arm_stopped: Callable[[str, BreakerRecord], None],
     closing: ExitStack,
 ) -> Drain:
     """The drain, its journal, and the probe that shows its readiness: the probe listens before there is a drain."""
@@ -437,6 +440,7 @@ def _open_drain(
             accesses=accesses,
             mirror=_open_mirror(settings, data_keys, metrics, verify),
             breakers=breakers,
+            on_arm_stopped=on_arm_stopped,
         ),
     )
     return readiness.drain

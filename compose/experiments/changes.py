@@ -118,8 +118,8 @@ class Experiments:
             _check_signature(version, production)
             if version.version != production.version and (stopped := self.why_stopped(name, version.version)):
                 raise TransitionRefused(
-                    f"The circuit breaker of {version.reference} is open: {stopped}. Expected a closed one; a new "
-                    f"`penstock shadow start {name}` closes it"
+                    f"The circuit breaker of {version.reference} is open: {stopped}. Expected a closed one: a PASS of "
+                    f"`penstock canary run {name}`, or of the canary of a new shadow, closes it after its pause"
                 )
         return found
 

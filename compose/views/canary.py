@@ -23,6 +23,8 @@ def draw_canary(found: Mapping[str, Any]) -> RenderableType:
     parts.append(
         Text(f"{counted(found['goldens'], 'golden')}, {counted(found['shadow_pairs'], 'pair')}, {_latency(found)}")
     )
+    if (pause_s := found["breaker_pause_s"]) is not None:
+        parts.append(Text(f"  its circuit breaker stays open for {pause_s:.0f} s; run the canary again then"))
     figures = Table(box=None, pad_edge=False)
     for title in ("figure", "value", "limit", "95 % interval", "verdict"):
         figures.add_column(title)

@@ -1,11 +1,12 @@
 """The circuit breakers of candidates in one worker: an arm of an experiment whose breaker is open gets no jobs.
 
-    a canary refuses, a candidate drifts --> breaker `model/version:candidate` --> read here four times a second
+    a canary refuses, a candidate drifts, its jobs fail on a worker (stop) --> breaker `model/version:candidate`
+        --> read here four times a second
         --> admits: a job that is claimed from then on goes to the version in production
         --> take_changes: so do the jobs that wait for the arm
 
 Nobody else has to act: the driver of the rollout may be dead, and an A/B experiment has none. The breakers of a model
-are read while it has arms. A worker that cannot read them for a second trusts no candidate.
+are read while it has arms. A worker whose last reading is more than a second old trusts no candidate.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from penstock.registry.broker.breakers import CANDIDATE, BreakerEnd, BreakerRecord, split_breaker_name
+from penstock.registry.broker.breakers import CANDIDATE, CANDIDATE_LIMITS, BreakerEnd, BreakerRecord, split_breaker_name
 from penstock.safety.breaker import MAX_COPY_AGE_S
 from penstock.workers.levels.shared_breakers import SharedBreakers
 
@@ -33,8 +34,8 @@ class ArmChange(NamedTuple):
 class ArmBreakers:
     """The breakers of the arms of one worker. `admits` and `take_changes` are for any thread, and wait for nothing.
 
-    models: those that have arms. ring: called on a thread of its own when a breaker has opened or closed. clock:
-    monotonic seconds.
+    models: those that have arms. ring: called on a thread of its own when a breaker has opened or closed. on_trip: is
+    told (name, record) on that thread, on the one worker whose `stop` opened the breaker. clock: monotonic seconds.
     """
 
     def __init__(
@@ -43,11 +44,20 @@ class ArmBreakers:
         models: Callable[[], Sequence[str]],
         *,
         ring: Callable[[], None],
+        on_trip: Callable[[str, BreakerRecord], None] = lambda name, record: None,
         clock: Callable[[], float],
     ) -> None:
         self._ring = ring
         self._changes: deque[ArmChange] = deque()
-        self.shared: Final = SharedBreakers(end, models, thread="arms", on_change=self._changed, clock=clock)
+        self.shared: Final = SharedBreakers(
+            end,
+            models,
+            thread="arms",
+            limits=CANDIDATE_LIMITS,
+            on_change=self._changed,
+            on_trip=on_trip,
+            clock=clock,
+        )
         """Reads them between its `start` and `stop`."""
 
     def admits(self, model: str, label: str) -> bool:
@@ -55,11 +65,14 @@ class ArmBreakers:
 
         The beginning of an experiment is refused while a breaker is open, and the first reading follows at once.
         """
-        if self.shared.away_s > MAX_COPY_AGE_S:
-            return False
-        if not self.shared.has_read(model):
-            self.shared.wake()
-        return self.shared.record(f"{model}/{label}{_SUFFIX}").is_closed
+        if self.shared.has_read(model):
+            return self.shared.admits(_name(model, label))
+        self.shared.wake()
+        return self.shared.away_s <= MAX_COPY_AGE_S
+
+    def stop(self, model: str, label: str, reason: str) -> None:
+        """The arm gets no more jobs: here at once, and on the other workers within a second."""
+        self.shared.force_open(_name(model, label), reason)
 
     def take_changes(self) -> list[ArmChange]:
         """The versions whose breakers have opened or closed since the last call."""
@@ -73,3 +86,7 @@ class ArmBreakers:
             model, local = split_breaker_name(name)
             self._changes.append(ArmChange(model, local.removesuffix(_SUFFIX)))
             self._ring()
+
+
+def _name(model: str, label: str) -> str:
+    return f"{model}/{label}{_SUFFIX}"

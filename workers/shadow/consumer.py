@@ -67,6 +67,9 @@ logger = logging.getLogger("penstock.shadow")
 
 OnVerdict: TypeAlias = Callable[[ShadowOrder, str, CanaryVerdict], None]
 """Gets the order, the content of the candidate and the verdict."""
+OnPass: TypeAlias = Callable[[ShadowOrder, CanaryVerdict, float], float]
+"""Gets the order, the verdict, and since when its pairs were compared, in unix ms. Returns after how many seconds it is
+to be called again; infinity: never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +94,9 @@ class ShadowOptions:
     signatures; None: none are required. lease_s: after this time of silence other shadow workers take its pairs.
     validators: custom ones; None: the built-in ones alone. on_compared: called with each counted comparison.
     on_verdict: called once with each new verdict but INSUFFICIENT, the order and the content of the candidate, before
-    it takes effect. on_failure: called with a FAIL before the shadow ends, and again if the broker was away meanwhile.
-    on_ended: called after the FAIL has ended the shadow, on the one shadow worker that ended it.
+    it takes effect. on_pass: called while the canary says PASS. on_failure: called with a FAIL before the shadow ends,
+    and again if the broker was away meanwhile. on_ended: called after the FAIL has ended the shadow, on the one shadow
+    worker that ended it.
     is_stopping: set when the process is to end. clock: monotonic seconds.
     """
 
@@ -104,6 +108,7 @@ class ShadowOptions:
     validators: ValidatorRegistry | None = None
     on_compared: Callable[[ComparedPair], None] = lambda _: None
     on_verdict: OnVerdict = lambda _order, _content_hash, _verdict: None
+    on_pass: OnPass = lambda _order, _verdict, _since_ms: inf
     on_failure: OnVerdict = lambda _order, _content_hash, _verdict: None
     on_ended: OnVerdict = lambda _order, _content_hash, _verdict: None
     is_stopping: threading.Event = field(default_factory=threading.Event)
@@ -138,6 +143,8 @@ class _Running(NamedTuple):
     policy: VersionPolicy
     judge: ShadowCanary | None
     """None: the order wants no canary."""
+    since_ms: float
+    """When the candidate was loaded, in unix ms of the broker."""
 
 
 class ShadowWorker:
@@ -169,6 +176,8 @@ class ShadowWorker:
         self._held: list[TakenPair] = []
         """Pairs under a lease of this worker."""
         self._renew_at = 0.0
+        self._pass_at = -inf
+        """When a PASS of the canary is told next."""
         self._note_at = -inf
         """When the state of the canary is written next."""
         self._has_unnoted = False
@@ -224,8 +233,11 @@ class ShadowWorker:
             return _WITHOUT_ORDER_S
         if not taken:
             self._note_canary()
+            self._tell_pass(running)
             return _IDLE_S
         self._process(running, taken)
+        if self._running is running:
+            self._tell_pass(running)
         return 0.0
 
     # The order
@@ -279,7 +291,7 @@ class ShadowWorker:
         spec, validators = package.spec, self._options.validators
         comparer = Comparer(self.model, spec.outputs, validators, task=spec.task, form=order.form)
         judge = ShadowCanary(comparer, order.canary_pairs) if order.canary_pairs else None
-        return _Running(record, order, candidate, comparer, policy, judge)
+        return _Running(record, order, candidate, comparer, policy, judge, self._now_ms())
 
     def _check_signature(self, candidate: ModelSpec) -> None:
         """The files here may be others than those of the operator who started the shadow. Raises ConfigurationError."""
@@ -303,7 +315,7 @@ class ShadowWorker:
             self._running.candidate.close()
             self._running = None
             self._has_unnoted = False
-            self._load_at = -inf
+            self._load_at = self._pass_at = -inf
 
     def _tell_problem(self, problem: str) -> None:
         if problem != self.problem:
@@ -451,6 +463,12 @@ class ShadowWorker:
         if verdict.is_final:
             self._failure = _Failure(order, running.candidate.content_hash, verdict)
             self._end_failed(self._failure)
+
+    def _tell_pass(self, running: _Running) -> None:
+        """A candidate whose breaker is open comes back by a PASS, at the end of the breaker's pause."""
+        judge, now = running.judge, self._options.clock()
+        if judge is not None and judge.verdict.verdict is Verdict.PASS and now >= self._pass_at:
+            self._pass_at = now + self._options.on_pass(running.order, judge.verdict, running.since_ms)
 
     def _end_failed(self, failure: _Failure) -> None:
         """End a shadow whose canary has refused the candidate. While the broker is away, the next turn tries again."""

@@ -3,8 +3,8 @@
     ComparedPair -> DriftMonitor of each figure -- an alert --> breaker `model/version:candidate`, forced open
                                                                    '--> one Alert
 
-`penstock rollout` reads that breaker: it does not begin, and a running one is rolled back. A new shadow of the version
-closes it. Latencies are no part of it: a busy machine is no drift.
+`penstock rollout` reads that breaker: it does not begin, and a running one is rolled back. The PASS of the canary
+of a new shadow closes it. Latencies are no part of it: a busy machine is no drift.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Final
 
 from penstock.registry.broker.breakers import (
     CANDIDATE,
+    CANDIDATE_LIMITS,
     BreakerEnd,
-    BreakerLimits,
     breaker_name,
     new_breaker_id,
 )
@@ -87,7 +87,7 @@ class CandidateWatch:
     def _open(self, candidate: str, alert: DriftAlert) -> None:
         name = breaker_name(self._model, candidate, CANDIDATE)
         try:
-            opened = self._breakers.force_open_breaker(name, alert.reason, self._id, BreakerLimits())
+            opened = self._breakers.force_open_breaker(name, alert.reason, self._id, CANDIDATE_LIMITS)
         except PenstockError as error:
             logger.warning("the breaker of the candidate is not open yet: %s", error, extra={"breaker": name})
             return

@@ -1,17 +1,20 @@
 """What the arms of experiments did in one worker: its totals by experiment and epoch.
 
 committed jobs -- ran, found, failed --> ArmCounts -- unwritten, once a second --> Broker.observe -- written -->
+                                            '-- an arm fails: safety/arm_failures.py --> on_failing
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from penstock.registry.envelope import JobHeader
+from penstock.safety.arm_failures import ArmFailures
 from penstock.safety.arm_figures import ArmFigures, observation_field
 from penstock.workers.versions.version import ServedModel
 
@@ -31,11 +34,24 @@ class ArmCounts:
     """What the arms of this worker's experiments did. The I/O thread counts, the lease thread takes the totals.
 
     consumer: this boot of the worker. models: by name; jobs count for the epoch that the worker follows at their end.
+    on_failing: is told (model, label, reason) on the I/O thread when an arm fails too often to go on. clock: monotonic
+    seconds.
     """
 
-    def __init__(self, consumer: str, models: Mapping[str, ServedModel]) -> None:
+    def __init__(
+        self,
+        consumer: str,
+        models: Mapping[str, ServedModel],
+        *,
+        on_failing: Callable[[str, str, str], None] = lambda model, label, reason: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._consumer = consumer
         self._models = models
+        self._on_failing = on_failing
+        self._clock = clock
+        self._failures: dict[str, tuple[str, ArmFailures]] = {}
+        """By model: its experiment, and the last jobs of its arms. The I/O thread's."""
         self._totals: dict[tuple[str, str, int], dict[str, ArmFigures]] = {}
         """By model, experiment and epoch: the figures by version."""
         self._unwritten: set[tuple[str, str, int]] = set()
@@ -52,6 +68,7 @@ class ArmCounts:
             figures = self._figures(model, label)
             figures.jobs += len(totals_s)
             figures.add_latencies(totals_s)
+        self._ended(model, label, len(totals_s))
 
     def found(self, model: str, label: str, count: int) -> None:
         """So many jobs of an arm were answered by the cache."""
@@ -59,6 +76,7 @@ class ArmCounts:
             figures = self._figures(model, label)
             figures.jobs += count
             figures.cached += count
+        self._ended(model, label, count)
 
     def failed(self, model: str, label: str) -> None:
         """A job of an arm ended with an error."""
@@ -66,6 +84,7 @@ class ArmCounts:
             figures = self._figures(model, label)
             figures.jobs += 1
             figures.errors += 1
+        self._ended(model, label, 1, failed=1)
 
     def stopped(self, header: JobHeader) -> None:
         """A job ended because its forward hung, or because processes died while it ran: an error of its arm.
@@ -90,6 +109,20 @@ class ArmCounts:
                 arms = self._models[model].arms
                 if arms is None or arms.epoch != epoch:
                     del self._totals[key]
+
+    def _ended(self, model: str, label: str, jobs: int, failed: int = 0) -> None:
+        arms = self._models[model].arms
+        if arms is None:
+            return
+        experiment, failures = self._failures.get(model, ("", None))
+        if failures is None or experiment != arms.routing.experiment:
+            failures = ArmFailures()
+            self._failures[model] = (arms.routing.experiment, failures)
+        now_s = self._clock()
+        failures.ended(label, jobs, failed, now_s)
+        if failed and label != arms.production and (reason := failures.why_stopped(label, arms.production, now_s)):
+            failures.forget(label)
+            self._on_failing(model, label, reason)
 
     def _figures(self, model: str, label: str) -> ArmFigures:
         arms = self._models[model].arms

@@ -15,6 +15,7 @@ from penstock.registry.broker.breakers import (
     CANDIDATE,
     BreakerLimits,
     BreakerReading,
+    BreakerRecord,
     breaker_name,
     new_breaker_id,
 )
@@ -56,6 +57,17 @@ def build():
 """
 
 
+RAISES = """
+def build():
+    def forward(inputs):
+        if inputs["x"].any():
+            raise ValueError("wrong")
+        return {"y": inputs["x"]}
+
+    return forward
+"""
+
+
 class _Breakers(MemoryBreakers):
     """Breakers whose broker can be away."""
 
@@ -77,9 +89,14 @@ class Site:
         self.breakers = _Breakers(lambda: int(harness.now * 1000))
         self._epoch = 0
 
-    def start(self, root: Path | None = None) -> SteppedWorker:
+    def start(self, root: Path | None = None, **options: Any) -> SteppedWorker:
         root = root or self.root
-        return self.harness.start_worker(repository=DiskRepository(root, [root]), breakers=self.breakers)
+        return self.harness.start_worker(repository=DiskRepository(root, [root]), breakers=self.breakers, **options)
+
+    def rewrite(self, label: str, source: str) -> None:
+        """The version has this source from now on."""
+        (self.root / MODEL / label / "model.py").write_text(source)
+        self.hashes[label] = load_package(self.root / MODEL / label).manifest().content_hash
 
     def activate(self, weights: dict[str, float] | None = None, *, version: str = "1", **routing: Any) -> int:
         """The next decision: `version` is active, and arms with these weights share the jobs."""
@@ -107,6 +124,8 @@ class Site:
 
         def have_ended() -> bool:
             self.harness.now += 0.25
+            if worker.drain.parts.arm_breakers is not None:
+                self.read_breakers(worker)
             worker.forwards()
             return all(self.harness.state(job_id) is not State.QUEUED for job_id in job_ids)
 
@@ -551,8 +570,7 @@ def test_job_that_names_a_stopped_version_gets_it(site: Site):
 
 def test_next_try_of_a_job_leaves_a_stopped_arm(site: Site):
     """Between two tries the breaker opened: the next one is made by the version in production."""
-    (site.root / MODEL / "2" / "model.py").write_text(FAILS)
-    site.hashes["2"] = load_package(site.root / MODEL / "2").manifest().content_hash
+    site.rewrite("2", FAILS)
     site.activate({"2": 1.0, "1": 0.0})
     worker = site.start()
     site.await_loaded(worker)
@@ -602,3 +620,51 @@ def test_share_of_a_stopped_arm_is_zero_in_the_metrics(site: Site):
     worker.turn()
     assert shown("penstock_traffic_share") == {"1": 0.75, "2": 0.25}
     assert shown("penstock_breaker_open") == {"2": 0.0}
+
+
+def _ended(site: Site, worker: SteppedWorker, count: int, number: float = 1.0) -> list[State]:
+    """The states of so many jobs, after their end."""
+    jobs = site.harness.publish(MODEL, *[number] * count)
+    site.run(worker, jobs)
+    return [site.harness.state(job_id) for job_id in jobs]
+
+
+@pytest.mark.parametrize("weights", [{"2": 1.0, "1": 0.0}, {"2": 0.5, "1": 0.5}], ids=["rollout", "ab"])
+def test_arm_whose_jobs_fail_is_stopped_without_a_driver(site: Site, weights: dict[str, float]):
+    """AR-064: the worker opens its breaker, and tells that once; production answers from the next claim on."""
+    site.rewrite("2", RAISES)
+    site.activate(weights)
+    told: list[tuple[str, BreakerRecord]] = []
+    worker = site.start(on_arm_stopped=lambda name, record: told.append((name, record)))
+    site.await_loaded(worker)
+    site.read_breakers(worker)
+    failed = 0
+    for _ in range(40):
+        failed += _ended(site, worker, 1).count(State.FAILED)
+        if failed == 5:
+            break
+    name = breaker_name(MODEL, "2", CANDIDATE)
+    assert _ended(site, worker, 40) == [State.COMPLETED] * 40
+    site.harness.suspend(worker)
+    other = site.start()
+    site.await_loaded(other)
+    site.read_breakers(other)
+    assert _ended(site, other, 40) == [State.COMPLETED] * 40
+    assert [each for each, _ in told] == [name]
+    record = site.breakers.breakers(MODEL).records[name]
+    assert record == told[0][1]
+    assert record.reason.startswith(f"5 of {5} jobs failed within 60 s; of version 1, 0 of ")
+    assert record.retry_ms - record.opened_ms == 300_000
+
+
+def test_inputs_that_fail_on_every_version_stop_no_arm(site: Site):
+    """A client sends what no version can answer: that says nothing about the candidate."""
+    site.activate({"2": 0.5, "1": 0.5})
+    worker = site.start()
+    site.await_loaded(worker)
+    site.read_breakers(worker)
+    # Production has failed before the candidate has failed five times: the assignment is by the id of the job.
+    states = [state for _ in range(60) for state in _ended(site, worker, 1, -1.0)]
+    assert states == [State.FAILED] * 60
+    assert "2" in site.answered_by(worker, *map(float, range(1, 31)))
+    assert site.breakers.breakers(MODEL).records == {}
