@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from click.testing import Result
 
+from penstock.registry.broker.breakers import CANDIDATE_LIMITS, BreakerLimits, new_breaker_id
+from penstock.registry.broker.redis_breakers import RedisBreakers
 from penstock.registry.broker.redis_shadow import RedisShadow
 from penstock.registry.catalog.goldens import MOST_GOLDENS, GoldenOwner
 from penstock.registry.settings import Settings
@@ -99,6 +101,12 @@ def shell(shared_redis: RedisServer, slot: str, models_root: Path, tmp_path: Pat
     return Shell(environ_of(shared_redis, models_root, tmp_path), slot, shared_redis)
 
 
+def open_breaker(shell: Shell, limits: BreakerLimits) -> None:
+    """The candidate was stopped, by drift for example."""
+    with closing(RedisBreakers.from_url(shell.server.url)) as breakers:
+        breakers.force_open_breaker(f"{shell.model}/1:candidate", "drift", new_breaker_id(), limits)
+
+
 def write_candidate(models_root: Path, model: str, change: str) -> None:
     write_package(models_root, model, CLASSIFIER.replace("CHANGE", change), version="1")
 
@@ -138,17 +146,26 @@ def test_a_wrong_candidate_is_refused(shell: Shell, models_root: Path, change: s
 
 @pytest.mark.slow
 def test_a_right_candidate_passes_on_so_many_pairs(shell: Shell, models_root: Path):
-    """Fewer are INSUFFICIENT; enough of them are a PASS with exit status 0."""
+    """Fewer are INSUFFICIENT; enough of them are a PASS with exit status 0, which closes a breaker after its pause."""
     write_candidate(models_root, shell.model, "# the same function")
+    open_breaker(shell, BreakerLimits(open_ms=1))
     few = shell.canary("--timeout", "3", "--pairs", "100")
     assert (few.exit_code, json.loads(few.stdout)["verdict"]) == (0, "INSUFFICIENT")
+    assert breaker_of(shell.server, shell.model, "1").circuit == "open"
     with shell.traffic() as traffic:
         ended = shell.canary("--pairs", "400")
+        assert breaker_of(shell.server, shell.model, "1").is_closed
+        open_breaker(shell, CANDIDATE_LIMITS)
+        early = json.loads(shell.canary("--pairs", "400").stdout)
     assert (ended.exit_code, traffic.problems) == (0, [])
     found = json.loads(ended.stdout)
+    assert found["breaker_pause_s"] is None
+    assert early["verdict"] == "PASS"
+    assert 0 < early["breaker_pause_s"] <= 300
+    assert breaker_of(shell.server, shell.model, "1").circuit == "open"
     assert (found["verdict"], found["reasons"], found["pairs"] >= 400) == ("PASS", [], True)
     assert found["figures"]["y.agreement"]["value"] == 1.0
-    assert [decision["result"] for decision in shell.decisions()] == ["INSUFFICIENT", "PASS"]
+    assert [decision["result"] for decision in shell.decisions()] == ["INSUFFICIENT", "PASS", "PASS"]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +240,8 @@ def test_the_canary_of_a_shadow_ends_it(
     assert (report["canary"]["verdict"], report["is_running"], report["queue"]["pairs"]) == ("FAIL", False, 0)
     assert traffic.problems == []
     assert run_shadow(environ, "start", slot, "--candidate", "1").exit_code == 0
-    assert breaker_of(shared_redis, slot, "1").is_closed
+    # An order is no evidence: the PASS of its canary would close the breaker.
+    assert breaker_of(shared_redis, slot, "1").circuit == "open"
     await_mirror(worker, 2)
     assert report_of(environ, slot)["is_running"]
 

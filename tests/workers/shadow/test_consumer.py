@@ -6,8 +6,10 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from penstock.registry.deployment import Deployment
 from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.settings import Settings
 from penstock.registry.shadow import ShadowOrder
-from penstock.safety.canary import CanaryState
+from penstock.safety.canary import CanaryState, CanaryVerdict
 from penstock.safety.validators import Verdict
 from penstock.workers.shadow.consumer import ComparedPair, ShadowWorker
 from tests.packages import write_package
@@ -408,6 +410,32 @@ def test_the_canaries_of_two_shadow_workers_add_up(open_shadow: OpenShadow):
     states = [CanaryState.decode(text) for text in shadow.end.state(shadow.model).canaries]
     assert [state.verdict(4).verdict for state in states] == [Verdict.INSUFFICIENT] * 2
     assert states[0].merged(states[1]).verdict(4).verdict.is_accepted
+
+
+def test_a_pass_is_told_until_it_has_taken_effect(open_shadow: OpenShadow):
+    """The pause of a breaker may outlast the verdict, with jobs or without; what is told has the time of the load."""
+    shadow = open_shadow()
+    shadow.started(canary_pairs=400)
+    told: list[tuple[str, Verdict, bool]] = []
+    answers = iter((10_000.0, inf))
+    later_s = 0.0
+
+    def on_pass(order: ShadowOrder, verdict: CanaryVerdict, since_ms: float) -> float:
+        told.append((order.id, verdict.verdict, since_ms <= shadow.end.server_ms()))
+        return next(answers)
+
+    worker = shadow.worker(on_pass=on_pass, clock=lambda: time.monotonic() + later_s)
+    shadow.mirror(*range(399))
+    shadow.run(worker, 399)
+    assert told == []
+    shadow.mirror(399)
+    shadow.run(worker, 400)
+    worker.step()
+    assert told == [(shadow.order.id, Verdict.PASS, True)]
+    later_s = 20_000.0
+    for _ in range(3):
+        worker.step()
+    assert told == [(shadow.order.id, Verdict.PASS, True)] * 2
 
 
 MODULE = """
