@@ -150,7 +150,8 @@ class Experiments:
         self, experiment: Experiment, facts: Mapping[str, Any], requested: list[str], reason: str
     ) -> Experiment:
         plan = {**experiment.plan, "requested": requested}
-        self.record(experiment.name, "begin", {"experiment": experiment.experiment, **facts})
+        shares = {arm.version: arm.weight for arm in experiment.arms}
+        self.record(experiment.name, "begin", {"experiment": experiment.experiment, "shares": shares, **facts})
         try:
             return self.registry.begin_experiment(replace(experiment, plan=plan), reason=reason)
         except Exception:

@@ -73,7 +73,7 @@ def begin_comparison(
     )
     shares = ", ".join(f"{arm.version}={arm.weight:g}" for arm in arms)
     text = reason or f"A/B experiment of {shares}"
-    return experiments.start(experiment, {"arms": labels}, reason=text, timeout_s=timeout_s)
+    return experiments.start(experiment, {}, reason=text, timeout_s=timeout_s)
 
 
 def comparison_report(experiments: Experiments, experiment: Experiment) -> dict[str, Any]:

@@ -170,7 +170,12 @@ class RolloutDriver:
 
     def _apply(self, experiment: Experiment, decision: RolloutDecision) -> None:
         action, candidate = decision.action, experiment.plan["candidate"]
-        facts = {"experiment": experiment.experiment, "candidate": candidate, "after_epoch": experiment.epoch}
+        facts = {
+            "experiment": experiment.experiment,
+            "candidate": candidate,
+            "after_epoch": experiment.epoch,
+            "shares": {candidate: decision.share, experiment.plan["stable"]: 1 - decision.share},
+        }
         self._experiments.record(self._name, str(action), {**facts, **decision.as_data()})
         # The figures of the next step are those of later epochs.
         state = msgspec.structs.replace(decision.state, from_epoch=_from_epoch(experiment, decision))

@@ -132,7 +132,7 @@ def test_open_breaker_of_an_arm_is_refused(comparisons: Comparisons):
     comparisons.open_breaker()
     before = comparisons.state()
     for begin in (comparisons.begin_rollout, lambda: comparisons.begin(HALVES)):
-        with pytest.raises(TransitionRefused, match=r"breaker of .*/2 is open: the canary says FAIL.*shadow start"):
+        with pytest.raises(TransitionRefused, match=r"breaker of .*/2 is open: the canary says FAIL.*canary run"):
             begin()
     assert comparisons.state() == before
     comparisons.breakers.reset_breaker(breaker_name(comparisons.site.model, "2", CANDIDATE))

@@ -33,9 +33,11 @@ from penstock.registry.errors import (
 from penstock.registry.package import load_package
 from penstock.safety.alerts import Alert, Alerts
 from penstock.safety.arm_figures import ArmFigures, observation_field
+from penstock.safety.audit_chain import AuditEntry
 from penstock.safety.breaker import MemoryBreakers
+from penstock.safety.experiment_replay import replayed_experiments
 from penstock.safety.operator_key import OperatorKey
-from penstock.safety.rollout import STEPS, Action, HealthGate, RolloutPlan
+from penstock.safety.rollout import ROLLOUT_DECISION, STEPS, Action, HealthGate, RolloutPlan
 from tests.compose.test_deploy import Site
 from tests.compose.test_deploy import site as site
 from tests.conformance.jobs import ROOMY
@@ -258,6 +260,43 @@ def test_driver_waits_while_the_broker_is_away(rollouts: Rollouts, monkeypatch: 
     monkeypatch.setattr(fleet, "observations", away_twice)
     assert rollouts.driver.run().status == "completed"
     assert rollouts.progress[:2] == ["no decision now: The broker does not answer"] * 2
+
+
+def replayed_state(rollouts: Rollouts) -> tuple[str, float]:
+    """(status, the candidate's share) of the last rollout, from the audit log alone."""
+    entries = [
+        AuditEntry(number, float(number), ROLLOUT_DECISION, rollouts.site.model, "", result, dict(details))
+        for number, (result, details) in enumerate(rollouts.log)
+    ]
+    state = replayed_experiments(entries)[rollouts.site.model, rollouts.found().experiment]
+    return state.status, state.shares.get("2", 0.0)
+
+
+def test_the_audit_log_alone_gives_the_state_of_a_rollout(rollouts: Rollouts):
+    """After each decision it says what registry and claims say: a step, a step back, a pause, a stop, the promotion."""
+
+    def check() -> None:
+        status, share = replayed_state(rollouts)
+        assert status == rollouts.found().status
+        assert share == pytest.approx(rollouts.share())
+
+    rollouts.begin()
+    check()
+    rollouts.driver._pause(1)
+    rollouts.driver._pause(1)
+    assert rollouts.driver.turn(rollouts.found()).action is Action.ADVANCE
+    check()
+    rollouts.observe(jobs=60, errors=50)
+    assert rollouts.driver.turn(rollouts.found()).action is Action.STEP_BACK
+    check()
+    assert replayed_state(rollouts) == ("running", 0.01)
+    rollouts.observe(jobs=60, errors=50)
+    assert rollouts.driver.turn(rollouts.found()).action is Action.ROLL_BACK
+    check()
+    rollouts.begin()
+    check()
+    assert rollouts.driver.run().status == "completed"
+    assert replayed_state(rollouts) == ("completed", 0.0)
 
 
 def test_second_driver_that_comes_late_looks_again(rollouts: Rollouts):
