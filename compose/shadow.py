@@ -177,7 +177,7 @@ def serve_shadow(
         consumer=f"shadow@{socket.gethostname()}:{secrets.token_hex(4)}",
         device=device,
         verify=operator_keys(settings).verify if settings.operator_public_keys else None,
-        on_verdict=partial(_record_verdict, settings),
+        on_verdict=partial(_record_verdict, settings, metrics),
         on_pass=lambda order, verdict, since_ms: readmit(
             breakers, _candidate(order, ""), verdict, since_ms, recorded_in(settings)
         ),
@@ -196,8 +196,11 @@ def serve_shadow(
             worker.close()
 
 
-def _record_verdict(settings: Settings, order: ShadowOrder, content_hash: str, verdict: CanaryVerdict) -> None:
+def _record_verdict(
+    settings: Settings, metrics: InferenceMetrics, order: ShadowOrder, content_hash: str, verdict: CanaryVerdict
+) -> None:
     """A verdict that cannot be recorded ends the shadow all the same: it switches nothing on."""
+    metrics.canary(order.model, order.candidate, order.form or CANDIDATE, verdict.verdict)
     try:
         record_verdict(settings, _candidate(order, content_hash), verdict, reaches_stores=False)
     except PenstockError as error:

@@ -119,7 +119,9 @@ def metrics_page() -> str:
         "Metrics",
         [
             "Each worker serves these at `/metrics`, on `127.0.0.1` and port 9464 plus its index. "
-            "Those that begin with `penstock_http` are the gateway's, at `/metrics` of its own port.",
+            "Those that begin with `penstock_http` are the gateway's, at `/metrics` of its own port. "
+            "`penstock shadow run`, `penstock webhooks run`, `penstock rollout start` and `penstock rollout resume` "
+            "serve their own figures with `--metrics-port`. Commands that end at once have none.",
             _table(
                 ("label", "values"),
                 [

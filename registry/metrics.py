@@ -70,6 +70,7 @@ __all__ = [
     "READY",
     "REQUESTS",
     "RETRIED",
+    "ROLLOUT_DECISIONS",
     "ROWS",
     "SHADOW_COMPARED",
     "SHADOW_PAIRS",
@@ -237,7 +238,15 @@ CANARY: Final = Metric(
     "counter",
     "",
     (*_MODEL, "optimization", "verdict"),
-    "Comparisons of a candidate with the model as built, on reference samples and in spot checks, by verdict",
+    "Verdicts on a candidate beside the model as built: on reference samples, in spot checks, and each new one of a "
+    "shadow worker's canary",
+)
+ROLLOUT_DECISIONS: Final = Metric(
+    "penstock_rollout_decisions_total",
+    "counter",
+    "decisions",
+    (*_MODEL, "action"),
+    "Decisions about a rollout that the driver in this process made: hold, advance, step_back, roll_back or complete",
 )
 DRIFT: Final = Metric(
     "penstock_drift_ratio",
@@ -379,7 +388,7 @@ METRICS: Final = (
     *(JOBS, QUEUE_WAIT, BATCH_WAIT, COMPUTE, COMMIT, BATCH_ROWS, PADDING, QUEUE_DEPTH, QUEUE_AGE),
     *(FENCED, TAKEN_OVER, QUARANTINED, DEAD_LETTERED, RETRIED, OUT_OF_MEMORY, INSTANCES_LOST, SINGLE_FLIGHT),
     *(TRAFFIC_SHARE, LEVEL, FALLBACKS, GATES, BREAKERS, BREAKER_TRIPS, AUDIT_FAILURES),
-    *(CANARY, DRIFT, DRIFT_ALERTS, TRANSITIONS, ALERTS),
+    *(CANARY, ROLLOUT_DECISIONS, DRIFT, DRIFT_ALERTS, TRANSITIONS, ALERTS),
     *(CACHE_HITS, CACHE_MISSES, CACHE_ENTRIES, CACHE_BYTES, CACHE_EVICTED, CACHE_FAULTS),
     *(SHADOW_PAIRS, SHADOW_COMPARED),
     *(GENERATING, PREEMPTED, PREDICTED_WAIT, FIRST_TOKEN, INTER_TOKEN, TOKENS, DRAFT_TOKENS, STEPS, ROWS),

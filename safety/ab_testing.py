@@ -97,6 +97,8 @@ class ExperimentPlan:
         for metric, effect in self.smallest_effects.items():
             if not (effect > 0 and math.isfinite(effect)):
                 raise InvalidInput(f"The smallest effect of {metric} is {effect}, expected a number above 0")
+            if metric == "error_rate" and effect >= 1:
+                raise InvalidInput(f"The smallest effect of error_rate is {effect}, expected a share of jobs below 1")
         if self.quality_of_error is not None and not math.isfinite(self.quality_of_error):
             raise InvalidInput(f"quality_of_error is {self.quality_of_error}, expected a finite number or none")
 

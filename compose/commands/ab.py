@@ -12,6 +12,7 @@ from penstock.compose.commands.registry_access import RegistryAccess
 from penstock.compose.terminal import as_json_option, print_data, print_drawn
 
 if TYPE_CHECKING:
+    from penstock.registry.catalog.tables import Experiment
     from penstock.safety.ab_testing import Metric
 
 __all__ = ["ab"]
@@ -43,6 +44,19 @@ def ab(context: click.Context, via: str) -> None:
     "--samples", type=click.IntRange(4), default=10_000, show_default=True, help="Jobs at which Welch's test is due."
 )
 @click.option("--alpha", type=float, default=0.05, show_default=True, help="Chance to call equal versions different.")
+@click.option(
+    "--smallest-effect",
+    "effects",
+    multiple=True,
+    metavar="METRIC=VALUE",
+    help="The smallest difference that matters, such as latency_ms=2 or error_rate=0.01. May be repeated.",
+)
+@click.option(
+    "--power", type=float, default=0.8, show_default=True, help="Chance that Welch's test finds the smallest effect."
+)
+@click.option(
+    "--min-samples", type=click.IntRange(2), default=100, show_default=True, help="Jobs of each version for a verdict."
+)
 @click.option("--quality-of-error", type=float, help="The quality of a failed job (default: it has none).")
 @click.option("--lower-quality-is-better", is_flag=True, help="The reported quality is a cost or an error.")
 @reason_option
@@ -57,6 +71,9 @@ def start(
     metric: Metric,
     samples: int,
     alpha: float,
+    effects: tuple[str, ...],
+    power: float,
+    min_samples: int,
     quality_of_error: float | None,
     lower_quality_is_better: bool,
     reason: str,
@@ -68,28 +85,46 @@ def start(
     Jobs that name a version are not part of the experiment. Clients give the sticky key as `sticky_key`, and report
     the quality of an answer with `job.rate(0.8)` or `client.report_quality(job_id, 0.8)`.
 
+    With a smallest effect of its metric, the verdict may be `equivalent`: the difference is surely smaller. The report
+    has the power for it, and the jobs that it needs. The unit is that of the metric: milliseconds, a share of jobs, or
+    the quality's.
+
     \b
     penstock ab start minilm --arms 1=0.9,2=0.1
     penstock ab start minilm --arms 1=0.5,2=0.25,3=0.25 --sticky
     penstock ab start minilm --arms 1=0.5,2=0.5 --metric quality --quality-of-error 0
+    penstock ab start minilm --arms 1=0.5,2=0.5 --smallest-effect latency_ms=2 --power 0.9
     """
-    from penstock.compose.experiments.comparison import begin_comparison, parse_arms
+    from penstock.compose.experiments.comparison import begin_comparison, parse_arms, parse_effects
     from penstock.safety.ab_testing import ExperimentPlan
 
     plan = ExperimentPlan(
         primary=metric,
         planned_samples=samples,
         alpha=alpha,
+        power=power,
+        min_samples=min_samples,
+        smallest_effects=parse_effects(effects),
         is_higher_quality_better=not lower_quality_is_better,
         quality_of_error=quality_of_error,
     )
     weights = parse_arms(arms)
     with opened(access) as experiments:
         begun = begin_comparison(experiments, model, weights, plan, is_sticky=sticky, reason=reason, timeout_s=timeout)
+    _print_begun(begun, as_json)
+
+
+def _print_begun(begun: Experiment, as_json: bool) -> None:
     shares = {arm.version: arm.weight for arm in begun.arms}
-    data = {"model": model, "experiment": begun.experiment, "arms": shares, "epoch": begun.epoch}
+    data = {
+        "model": begun.name,
+        "experiment": begun.experiment,
+        "arms": shares,
+        "epoch": begun.epoch,
+        "plan": begun.plan["comparison"],
+    }
     text = ", ".join(f"{version}={weight:g}" for version, weight in shares.items())
-    print_data(data, as_json, f"{model}: {begun.experiment} divides the jobs: {text} (epoch {begun.epoch})")
+    print_data(data, as_json, f"{begun.name}: {begun.experiment} divides the jobs: {text} (epoch {begun.epoch})")
 
 
 @ab.command("stop")
@@ -118,6 +153,9 @@ def stop(access: RegistryAccess, model: str, reason: str, as_json: bool) -> None
 @click.pass_obj
 def report(access: RegistryAccess, model: str, as_json: bool) -> None:
     """Show the A/B experiment of MODEL, or the last one: each arm, each pair, and the verdict so far.
+
+    The last table has the power of Welch's test for the smallest effects of `ab start`, the jobs that they need, and
+    the difference that the jobs so far can detect.
 
     \b
     penstock ab report minilm --json

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,8 +24,10 @@ via_option: Final = click.option(
 
 
 @contextmanager
-def opened(access: RegistryAccess) -> Iterator[Experiments]:
-    """The experiments of the registry of this shell.
+def opened(
+    access: RegistryAccess, on_alert: Callable[[str, str], None] = lambda hook, outcome: None
+) -> Iterator[Experiments]:
+    """The experiments of the registry of this shell. on_alert: see open_alerts.
 
     A shell that works through a worker may know no broker: then it reads no breaker, and the workers alone obey them.
     """
@@ -35,7 +37,7 @@ def opened(access: RegistryAccess) -> Iterator[Experiments]:
 
     settings = load_settings(access.environ) if access.via else connected(access.environ)
     with access.deployer() as deployer, _audited(access) as audit, ExitStack() as ends:
-        alerts = ends.enter_context(closing(open_alerts(settings)))
+        alerts = ends.enter_context(closing(open_alerts(settings, on_alert)))
         breakers = None
         if settings.redis_url:
             breakers = ends.enter_context(closing(RedisBreakers.from_url(settings.redis_url, timeout_s=_TIMEOUT_S)))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
 from penstock.compose.commands.experiment_access import opened, progress, via_option
+from penstock.compose.commands.metrics_page import metrics_port_option, served_metrics
 from penstock.compose.commands.options import reason_option, timeout_option
 from penstock.compose.commands.registry_access import RegistryAccess
-from penstock.compose.terminal import as_json_option, print_data, print_drawn
+from penstock.compose.terminal import as_json_option, load_settings, print_data, print_drawn
 from penstock.registry.errors import InvalidInput
 
 if TYPE_CHECKING:
     from penstock.compose.experiments.changes import Experiments
     from penstock.registry.catalog.tables import Experiment
+    from penstock.workers.observe.metrics import InferenceMetrics
 
 __all__ = ["rollout"]
 
@@ -47,6 +51,7 @@ def rollout(context: click.Context, via: str) -> None:
 @click.option("--max-p95-ratio", type=float, default=1.5, show_default=True, help="Limit of the 95th percentile.")
 @click.option("--sticky", is_flag=True, help="All jobs of one sticky key, or else of one tenant, have one version.")
 @click.option("--detach", is_flag=True, help="Only begin the first step; `rollout resume` drives it.")
+@metrics_port_option
 @reason_option
 @timeout_option
 @as_json_option
@@ -63,6 +68,7 @@ def start(
     max_p95_ratio: float,
     sticky: bool,
     detach: bool,
+    metrics_port: int | None,
     reason: str,
     timeout: float | None,
     as_json: bool,
@@ -86,7 +92,9 @@ def start(
     gate = HealthGate(min_samples, max_error_increase, max_mean_ratio, max_p95_ratio)
     plan = RolloutPlan(STEPS if steps is None else _parse_steps(steps), dwell, gate)
     plan.check()
-    with opened(access) as experiments:
+    if detach and metrics_port is not None:
+        raise click.UsageError("--metrics-port is of a process that drives. Expected it with `rollout resume`")
+    with _opened(access, metrics_port) as (experiments, metrics):
         begun = begin_rollout(
             experiments,
             model,
@@ -98,28 +106,30 @@ def start(
             reason=reason,
             timeout_s=timeout,
         )
-        _finish(experiments, begun if detach else _driven(experiments, model), as_json)
+        _finish(experiments, begun if detach else _driven(experiments, model, metrics), as_json)
 
 
 @rollout.command("resume")
 @click.argument("model")
+@metrics_port_option
 @reason_option
 @as_json_option
 @click.pass_obj
-def resume(access: RegistryAccess, model: str, reason: str, as_json: bool) -> None:
+def resume(access: RegistryAccess, model: str, metrics_port: int | None, reason: str, as_json: bool) -> None:
     """Drive the rollout of MODEL on from its recorded step: after a pause, or after its driver was stopped.
 
     \b
     penstock rollout resume minilm
+    penstock rollout resume minilm --metrics-port 9465
     """
     from dataclasses import replace
 
-    with opened(access) as experiments:
+    with _opened(access, metrics_port) as (experiments, metrics):
         found = experiments.last(model, "rollout")
         if found.status == "paused":
             experiments.record(model, "resume", {"experiment": found.experiment})
             experiments.change(found, replace(found, status="running"), reason=reason or "the rollout is resumed")
-        _finish(experiments, _driven(experiments, model), as_json)
+        _finish(experiments, _driven(experiments, model, metrics), as_json)
 
 
 @rollout.command("pause")
@@ -199,11 +209,23 @@ def _parse_steps(text: str) -> tuple[float, ...]:
         raise InvalidInput(f"Bad --steps {text!r:.80}. Expected percentages such as 1,10,50,100") from None
 
 
-def _driven(experiments: Experiments, model: str) -> Experiment:
+@contextmanager
+def _opened(access: RegistryAccess, metrics_port: int | None) -> Iterator[tuple[Experiments, InferenceMetrics]]:
+    """The experiments for a process that drives, and its metrics, which are served if a port was named."""
+    from penstock.workers.observe.metrics import InferenceMetrics
+
+    settings = load_settings(access.environ)
+    metrics = InferenceMetrics(settings.inference.metrics_buckets)
+    with served_metrics(metrics, settings, metrics_port), opened(access, metrics.alert) as experiments:
+        yield experiments, metrics
+
+
+def _driven(experiments: Experiments, model: str, metrics: InferenceMetrics) -> Experiment:
     from penstock.compose.experiments.gradual import RolloutDriver
 
     try:
-        return RolloutDriver(experiments, model, on_progress=progress).run()
+        driver = RolloutDriver(experiments, model, on_progress=progress, on_decision=metrics.rollout_decision)
+        return driver.run()
     except (KeyboardInterrupt, SystemExit):
         progress(f"The present share of {model} stays. `penstock rollout resume {model}` goes on, `stop` ends it")
         raise

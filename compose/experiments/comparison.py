@@ -5,21 +5,21 @@ begin_comparison -> the arms share the jobs -> workers count -> comparison_repor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from penstock.compose.experiments.changes import Experiments, deployed_arms, new_experiment_id
 from penstock.registry.catalog.tables import Experiment
 from penstock.registry.errors import InvalidInput
-from penstock.safety.ab_testing import ArmStatistics, ExperimentPlan, MultiModelComparison
+from penstock.safety.ab_testing import ArmStatistics, ExperimentPlan, Metric, MultiModelComparison
 from penstock.safety.arm_figures import ArmFigures, merged
 from penstock.safety.routing import Arm, RoutingTable
 from penstock.safety.statistics import Moments
 
-__all__ = ["begin_comparison", "comparison_report", "parse_arms"]
+__all__ = ["begin_comparison", "comparison_report", "parse_arms", "parse_effects"]
 
 
 def parse_arms(text: str) -> dict[str, float]:
@@ -39,6 +39,24 @@ def parse_arms(text: str) -> dict[str, float]:
     return weights
 
 
+def parse_effects(parts: Iterable[str]) -> dict[Metric, float]:
+    """`latency_ms=2` -> the smallest effects by metric; ExperimentPlan checks both. Raises InvalidInput."""
+    effects: dict[Metric, float] = {}
+    for part in parts:
+        name, _, number = part.partition("=")
+        metric = cast("Metric", name.strip())
+        try:
+            effect = float(number)
+        except ValueError:
+            raise InvalidInput(
+                f"Bad smallest effect {part!r:.80}. Expected METRIC=VALUE, such as latency_ms=2"
+            ) from None
+        if metric in effects:
+            raise InvalidInput(f"The smallest effect of {metric!r:.80} is there twice. Expected each metric once")
+        effects[metric] = effect
+    return effects
+
+
 def begin_comparison(
     experiments: Experiments,
     name: str,
@@ -51,7 +69,8 @@ def begin_comparison(
 ) -> Experiment:
     """Lets these versions share the jobs. weights: by version label or hash prefix; they add up to 1.
 
-    Raises UnknownModel, TransitionRefused, InvalidInput and ModelNotReady; then nothing has changed.
+    The plan is part of the signed record, and of the audit log: what matters is declared before the first job. Raises
+    UnknownModel, TransitionRefused, InvalidInput and ModelNotReady; then nothing has changed.
     """
     plan.check()
     labels = {experiments.registry.find(name, version).version: weight for version, weight in weights.items()}
@@ -73,7 +92,8 @@ def begin_comparison(
     )
     shares = ", ".join(f"{arm.version}={arm.weight:g}" for arm in arms)
     text = reason or f"A/B experiment of {shares}"
-    return experiments.start(experiment, {}, reason=text, timeout_s=timeout_s)
+    facts = {"plan": asdict(plan)}
+    return experiments.start(experiment, facts, reason=text, timeout_s=timeout_s)
 
 
 def comparison_report(experiments: Experiments, experiment: Experiment) -> dict[str, Any]:
@@ -99,6 +119,7 @@ def comparison_report(experiments: Experiments, experiment: Experiment) -> dict[
         "changed_at": experiment.changed_at,
         "actor": experiment.actor,
         "cached": {version: figures.cached for version, figures in found.items()},
+        "plan": asdict(plan),
         **comparison.report(),
     }
 

@@ -45,6 +45,8 @@ __all__ = ["RolloutDriver", "begin_rollout", "first_steps", "rollout_report"]
 
 _MAX_REASON: Final = 500
 Progress = Callable[[str], None]
+OnDecision = Callable[[str, str, Action], None]
+"""Gets the model, the candidate and the action of a decision."""
 
 
 def first_steps(version: RegisteredVersion, policies: Mapping[str, Mapping[str, Any]]) -> tuple[float, ...]:
@@ -113,7 +115,10 @@ def begin_rollout(
 
 
 class RolloutDriver:
-    """One driver of the rollout of a model. clock: unix seconds. pause: waits, in seconds."""
+    """One driver of the rollout of a model. clock: unix seconds. pause: waits, in seconds.
+
+    on_decision: is told each decision of this driver once, when the registry has it; a look without one is none.
+    """
 
     def __init__(
         self,
@@ -124,6 +129,7 @@ class RolloutDriver:
         pause: Callable[[float], None] = time.sleep,
         poll_s: float = 1.0,
         on_progress: Progress = lambda line: None,
+        on_decision: OnDecision = lambda model, candidate, action: None,
     ) -> None:
         self._experiments = experiments
         self._name = name
@@ -131,6 +137,7 @@ class RolloutDriver:
         self._pause = pause
         self._poll_s = poll_s
         self._on_progress = on_progress
+        self._on_decision = on_decision
 
     def run(self) -> Experiment:
         """Drives until the rollout is over, paused or stopped, and returns it as it is then.
@@ -139,9 +146,13 @@ class RolloutDriver:
         cannot be promoted at the end.
         """
         self._experiments.activate(self._experiments.last(self._name, "rollout"))
+        is_active = True
         while True:
             try:
                 found = self._experiments.last(self._name, "rollout")
+                if not is_active:
+                    self._experiments.activate(found)
+                    is_active = True
                 if found.status != "running":
                     return found
                 self.turn(found)
@@ -149,6 +160,8 @@ class RolloutDriver:
                 # Another driver or operator was faster: the next look shows what they decided.
                 self._on_progress(str(conflict))
             except (BrokerUnavailable, RegistryUnavailable) as problem:
+                # The registry may have a decision that the broker lacks, such as a roll-back: activate it first.
+                is_active = False
                 self._on_progress(f"no decision now: {problem}")
             self._pause(self._poll_s)
 
@@ -182,16 +195,36 @@ class RolloutDriver:
         changed = replace(experiment, state={**msgspec.to_builtins(state), "last": decision.as_data()})
         reason = _reason(decision, candidate)
         self._on_progress(reason)
+        try:
+            self._carry_out(changed, experiment, decision, reason)
+        except (BrokerUnavailable, RegistryUnavailable):
+            # A decision that the registry has is made, and is not made again once the broker is back.
+            if self._is_stored(experiment, decision):
+                self._tell(experiment, decision, reason)
+            raise
+        self._tell(experiment, decision, reason)
+
+    def _carry_out(self, changed: Experiment, seen: Experiment, decision: RolloutDecision, reason: str) -> None:
+        action, candidate = decision.action, seen.plan["candidate"]
         if action is Action.COMPLETE:
             completed = replace(changed, status="completed")
             self._experiments.deployer.promote(self._name, candidate, reason=reason, completes=completed)
         elif action is Action.ROLL_BACK:
-            self._experiments.release(
-                self._experiments.change(experiment, replace(changed, status="stopped"), reason=reason)
-            )
+            stopped = self._experiments.change(seen, replace(changed, status="stopped"), reason=reason)
+            self._experiments.release(stopped)
         else:
-            arms = _shared(experiment.arms, candidate, decision.share)
-            self._experiments.change(experiment, replace(changed, arms=arms), reason=reason)
+            arms = _shared(seen.arms, candidate, decision.share)
+            self._experiments.change(seen, replace(changed, arms=arms), reason=reason)
+
+    def _is_stored(self, seen: Experiment, decision: RolloutDecision) -> bool:
+        """Whether the decision on the experiment as `seen` is in the registry."""
+        found = self._experiments.last(self._name, "rollout")
+        is_next = found.experiment == seen.experiment and found.epoch > seen.epoch
+        return is_next and found.state.get("last") == decision.as_data()
+
+    def _tell(self, experiment: Experiment, decision: RolloutDecision, reason: str) -> None:
+        action, candidate = decision.action, experiment.plan["candidate"]
+        self._on_decision(self._name, candidate, action)
         if action in (Action.STEP_BACK, Action.ROLL_BACK):
             self._experiments.alerts.notify(_alert(experiment, candidate, reason, self._clock()))
 

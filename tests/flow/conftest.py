@@ -65,10 +65,10 @@ def amend(package: Path, **changes: object) -> None:
 
 
 class Samples:
-    """One reading of a worker's metrics."""
+    """One reading of the metrics of a worker, or of the process whose page is at a URL."""
 
-    def __init__(self, worker: WorkerProcess) -> None:
-        text = probe(worker, "/metrics")[1].decode()
+    def __init__(self, source: WorkerProcess | str) -> None:
+        text = _page(source if isinstance(source, str) else source.report()["probe"], "/metrics")[1].decode()
         self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
 
     def of(self, name: str, **labels: str) -> dict[tuple[str, ...], float]:
@@ -92,8 +92,12 @@ class Samples:
 
 def probe(worker: WorkerProcess, path: str, url: str = "") -> tuple[int, bytes]:
     """(status, body) of a path of the worker's probe; `url` where its report cannot be read any more."""
+    return _page(url or worker.report()["probe"], path)
+
+
+def _page(url: str, path: str) -> tuple[int, bytes]:
     try:
-        with urllib.request.urlopen((url or worker.report()["probe"]) + path, timeout=60) as page:  # noqa: S310  # loopback
+        with urllib.request.urlopen(url + path, timeout=60) as page:  # noqa: S310  # loopback
             return page.status, page.read()
     except urllib.error.HTTPError as refusal:
         with refusal:

@@ -151,13 +151,13 @@ class ShadowProcess(Process):
         self.model = model
         self._environ = {**environ, "PENSTOCK_CONFIG": ""}
 
-    def start(self, priority: str = "normal") -> ShadowProcess:
+    def start(self, priority: str = "normal", *words: str) -> ShadowProcess:
         """Start it; it waits for an order. It does not give way: the tests keep all processors busy.
 
-        priority: empty for that of a user who says nothing.
+        priority: empty for that of a user who says nothing. words: further options.
         """
-        words = ["--priority", priority] if priority else []
-        self._run("penstock", ["shadow", "run", self.model, *words], self._environ)
+        chosen = ["--priority", priority] if priority else []
+        self._run("penstock", ["shadow", "run", self.model, *chosen, *words], self._environ)
         return self
 
     def start_anew(self, path: Path) -> ShadowProcess:

@@ -13,6 +13,7 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 
 from penstock import Client, InvalidInput
@@ -23,11 +24,13 @@ from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.catalog import ModelStage
 from penstock.registry.envelope import Keyring, open_result
 from penstock.registry.settings import Settings
+from penstock.safety.arm_figures import ArmFigures, observation_field
 from penstock.safety.operator_key import OperatorKey
 from tests.compose.conftest import penstock
+from tests.flow.conftest import Samples
 from tests.flow.hot_swap import SwapLoad, write_multiplier
 from tests.packages import write_package
-from tests.servers import ROOT, RedisServer, WorkerProcess, redis_binaries, require, wait_until
+from tests.servers import ROOT, RedisServer, WorkerProcess, free_port, redis_binaries, require, wait_until
 
 MODEL = "shared"
 REMOTE = "remote"
@@ -142,6 +145,46 @@ def test_comparison_divides_the_jobs_and_is_reported_at_any_time(site: Site):
     assert look["p_value"] < 1e-9
     stopped = site.run("ab", "stop", MODEL)
     assert (stopped["status"], stopped["production"]) == ("stopped", "1")
+
+
+def observed(jobs: int) -> bytes:
+    """The figures of a worker whose two arms have these jobs each: 9 and 11 ms by turns, one failure in a hundred."""
+    arms = {label: ArmFigures(jobs=jobs, errors=jobs // 100) for label in ("1", "2")}
+    for figures in arms.values():
+        figures.add_latencies([0.009, 0.011] * ((jobs - figures.errors) // 2))
+    return msgspec.json.encode(arms)
+
+
+def test_equal_versions_are_found_equivalent(site: Site):
+    """AR-090: the effect that matters is declared at the start; the report has power, sample sizes, and the verdict."""
+    effects = ("--smallest-effect", "latency_ms=0.5", "--smallest-effect", "error_rate=0.05", "--power", "0.9")
+    begun = site.run("ab", "start", MODEL, "--arms", "1=0.5,2=0.5", *effects, "--min-samples", "200")
+    assert begun["plan"]["smallest_effects"] == {"latency_ms": 0.5, "error_rate": 0.05}
+    field = observation_field(begun["epoch"], "test:a")
+
+    def report(jobs: int) -> tuple[dict[str, Any], str]:
+        """As JSON and as a person sees it, once a worker has counted so many jobs of each arm."""
+        with closing(RedisStreams.from_url(site.url)) as broker:
+            broker.observe(MODEL, begun["experiment"], field, observed(jobs), 300_000)
+        shown = penstock(site.home, "ab", "report", MODEL, **site.environ)
+        assert shown.exit_code == 0, shown.output
+        return site.run("ab", "report", MODEL), shown.output
+
+    try:
+        (early, early_text), (late, text) = report(100), report(10_000)
+    finally:
+        site.run("ab", "stop", MODEL)
+    assert (early["verdict"], late["verdict"]) == ("continue", "equivalent")
+    assert (late["plan"]["power"], late["plan"]["min_samples"]) == (0.9, 200)
+    looks = [found["comparisons"][0]["metrics"]["latency_ms"]["once"] for found in (early, late)]
+    # (1.96 + 1.282)^2 * (1 / 0.5 + 1 / 0.5) / 0.5^2 at a variance of 1 ms^2.
+    assert looks[1]["samples_for_smallest_effect"] == pytest.approx(168.1, rel=0.01)
+    assert looks[0]["power_for_smallest_effect"] == pytest.approx(0.94, abs=0.01)
+    assert looks[0]["detectable_difference"] == pytest.approx(10 * looks[1]["detectable_difference"], rel=0.02)
+    assert "Verdict by latency_ms: continue" in early_text
+    assert "Verdict by latency_ms: equivalent" in text
+    (row,) = [line for line in text.splitlines() if "19,800" in line]
+    assert row.split() == ["2", "-", "1", "latency_ms", "19,800", "0.5", "100.0%", "169", "0.0461"]
 
 
 @pytest.mark.slow
@@ -296,16 +339,23 @@ def test_rollout_goes_on_after_the_death_of_a_worker_and_of_its_driver(site: Sit
         "--max-error-increase",
         "0.5",
     )
+    port = free_port()
     start = ("rollout", "start", MODEL, "--to", "4", "--steps", "20,40,60,100", "--dwell", "2", *limits)
 
     def step() -> int:
         return int(site.run("rollout", "report", MODEL)["step"])
 
+    def counted() -> float:
+        page, labels = Samples(f"http://127.0.0.1:{port}"), {"model_name": MODEL, "model_version": "4"}
+        return page.total("penstock_rollout_decisions_total", **labels, action="advance")
+
     with SwapLoad(site.url, MODEL, in_flight=IN_FLIGHT) as load:
-        driver = subprocess.Popen([sys.executable, "-m", "penstock", *start], cwd=ROOT, env=environ)
+        command = [sys.executable, "-m", "penstock", *start, "--metrics-port", str(port)]
+        driver = subprocess.Popen(command, cwd=ROOT, env=environ)
         try:
             wait_until(lambda: site.deployer.registry.experiment(MODEL) is not None and step() == 2, 60, "step 2")
             second.kill()
+            wait_until(lambda: counted() == step() - 1, 60, "its page has each step of the registry once")
         finally:
             driver.kill()
             driver.wait(30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import closing
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from penstock import Client
 from penstock.registry.broker.redis_shadow import RedisShadow
 from tests.conftest import StartWorker
+from tests.flow.conftest import Samples
 from tests.flow.shadow_stage import (
     ShadowProcess,
     alerts_to,
@@ -24,7 +26,7 @@ from tests.flow.shadow_stage import (
 )
 from tests.installed import install
 from tests.receiver import Receiver
-from tests.servers import RedisServer, wait_until
+from tests.servers import RedisServer, free_port, wait_until
 from tests.workers.shadow.pairs import order_of, pair_of, publish_spec
 
 
@@ -86,6 +88,34 @@ def test_shadow_worker_opens_the_breaker_of_a_candidate_that_drifts(
     assert (alert["type"], alert["data"]["optimisation"]) == ("safety.breaker", "candidate")
     assert alert["data"]["reason"].startswith("drift: y.")
     assert breaker_of(shared_redis, slot, "1").circuit == "open"
+
+
+def test_verdicts_of_the_canary_are_counted(shared_redis: RedisServer, slot: str, models_root: Path, tmp_path: Path):
+    """AR-099: one process refuses the candidate of two shadows; its page has as many verdicts as the audit log."""
+    write_versions(models_root, slot)
+    environ, port = environ_of(shared_redis, models_root, tmp_path), free_port()
+    shadow = ShadowProcess(slot, environ, tmp_path)
+
+    def counted(**labels: str) -> float:
+        page = Samples(f"http://127.0.0.1:{port}")
+        return page.total("penstock_canary_verdicts_total", model_name=slot, **labels)
+
+    with closing(RedisShadow.from_url(shared_redis.url)) as end:
+        publish_spec(end, models_root, slot, "2")
+        try:
+            shadow.start("normal", "--metrics-port", str(port))
+            for number in (1, 2):
+                order = order_of(slot, canary_pairs=60)
+                assert end.start(order, order.seal()) is None
+                # The candidate answers 2 x.
+                end.mirror(order, [pair_of(order, 1.0, factor=3.0) for _ in range(60)])
+                wait_until(lambda: not end.state(slot).is_running, 120, "the canary ends the shadow")
+                assert counted(model_version="1", optimization="candidate", verdict="FAIL") == counted() == number
+        finally:
+            shadow.stop()
+    files = (Path(environ["PENSTOCK_HOME"]) / "audit").glob("*.jsonl")
+    entries = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    assert [each["result"] for each in entries if each["operation"] == "gate_decision"] == ["FAIL"] * 2
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="only Linux has a class for work that gives way")

@@ -316,6 +316,7 @@ def test_an_impossible_outcome_is_refused_whole(latency_ms: float):
         (lambda: ExperimentPlan(primary=UNKNOWN).check(), "Expected one of: latency_ms, error_rate, quality"),
         (lambda: ExperimentPlan(smallest_effects={UNKNOWN: 1.0}).check(), "Unknown metric 'unknown'"),
         (lambda: ExperimentPlan(smallest_effects={"quality": 0.0}).check(), "expected a number above 0"),
+        (lambda: ExperimentPlan(smallest_effects={"error_rate": 1.0}).check(), "expected a share of jobs below 1"),
         (lambda: ExperimentPlan(alpha=0.0).check(), "alpha is 0.0, expected"),
         (lambda: ExperimentPlan(power=1.0).check(), "power is 1.0, expected"),
         (lambda: ExperimentPlan(min_samples=1).check(), "min_samples is 1, expected at least 2"),

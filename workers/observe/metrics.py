@@ -277,8 +277,13 @@ class InferenceMetrics(Collector):
         self._add(table.SHADOW_COMPARED, (model, version, "", outcome), count)
 
     def canary(self, model: str, version: str, optimization: str, verdict: str) -> None:
-        """Count a comparison of a candidate with the model as built: PASS, MARGINAL, FAIL or INSUFFICIENT."""
+        """Count a verdict on a candidate: PASS, MARGINAL, FAIL or INSUFFICIENT. optimization: its form, or
+        `candidate` for a version as its author built it."""
         self._add(table.CANARY, (model, version, "", optimization, str(verdict)), 1)
+
+    def rollout_decision(self, model: str, version: str, action: str) -> None:
+        """Count a decision about the rollout of a version; see safety/rollout.py."""
+        self._add(table.ROLLOUT_DECISIONS, (model, version, "", str(action)), 1)
 
     def drift(self, model: str, version: str, optimization: str, ratio: float) -> None:
         """Set the largest smoothed score of a figure, as a share of its control limit."""

@@ -12,6 +12,8 @@ from penstock.registry.errors import InvalidInput
 from tests.compose.commands.conftest import there as there
 from tests.compose.conftest import penstock
 
+ARMS = ("ab", "start", "{slot}", "--arms", "1=0.9,2=0.1")
+
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
@@ -28,6 +30,17 @@ from tests.compose.conftest import penstock
         (("ab", "start", "{slot}", "--arms", "1=0.9,2=0.1"), "Unknown version '2'"),
         (("ab", "start", "{slot}", "--arms", "1=0.9;2"), "Bad arm"),
         (("ab", "start", "{slot}", "--arms", "1=0.5,1=0.5"), "is there twice"),
+        ((*ARMS, "--smallest-effect", "latency_ms"), "Bad smallest effect 'latency_ms'. Expected METRIC=VALUE"),
+        ((*ARMS, "--smallest-effect", "latency_ms=fast"), "Bad smallest effect 'latency_ms=fast'"),
+        (
+            (*ARMS, "--smallest-effect", "latency=2"),
+            "Unknown metric 'latency'. Expected one of: latency_ms, error_rate",
+        ),
+        ((*ARMS, "--smallest-effect", "latency_ms=0"), "The smallest effect of latency_ms is 0.0, expected a number"),
+        ((*ARMS, "--smallest-effect", "quality=nan"), "The smallest effect of quality is nan, expected a number"),
+        ((*ARMS, "--smallest-effect", "error_rate=5"), "expected a share of jobs below 1"),
+        ((*ARMS, *("--smallest-effect", "quality=1") * 2), "The smallest effect of 'quality' is there twice"),
+        ((*ARMS, "--power", "1"), "power is 1.0, expected a number between 0 and 1"),
         (("ab", "report", "{slot}"), "has had no A/B experiment"),
         (("ab", "stop", "{slot}"), "No A/B experiment of {slot} is under way"),
     ],
@@ -42,6 +55,22 @@ def test_refusal_is_one_line_that_says_what_is_expected(
     assert "Traceback" not in shown.output
     history = penstock(tmp_path, "models", "history", slot, "--json", **there)
     assert [each["action"] for each in json.loads(history.stdout)] == ["register"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ("rollout", "start", "m", "--to", "1", "--detach", "--metrics-port", "0"),
+            "Expected it with `rollout resume`",
+        ),
+        (("ab", "start", "m", "--arms", "1=0.9,2=0.1", "--min-samples", "1"), "1 is not in the range x>=2"),
+    ],
+)
+def test_options_of_no_use_are_refused(arguments: tuple[str, ...], expected: str, tmp_path: Path):
+    """Before anything is read: a process that does not drive has no metrics, and one sample no variance."""
+    shown = penstock(tmp_path, *arguments)
+    assert (shown.exit_code, expected in shown.output) == (2, True), shown.output
 
 
 @pytest.mark.parametrize("text", ["", "1", "1=", "=0.5", "1=two", "1=1.5", "1=-0.1", "1=nan"])

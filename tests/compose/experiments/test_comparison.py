@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from penstock.compose.experiments.changes import Experiments
-from penstock.compose.experiments.comparison import begin_comparison
+from penstock.compose.experiments.comparison import begin_comparison, comparison_report
 from penstock.compose.experiments.gradual import begin_rollout
 from penstock.compose.rollout.active_version import active_deployment
 from penstock.registry.broker.breakers import CANDIDATE, BreakerLimits, breaker_name
@@ -57,8 +57,8 @@ class Comparisons:
         count = len(self.site.registry.experiments(self.site.model))
         self.log.append(Decision(result, details, self.is_divided, count))
 
-    def begin(self, weights: Mapping[str, float]) -> Experiment:
-        return begin_comparison(self.experiments, self.site.model, weights, ExperimentPlan(), is_sticky=False)
+    def begin(self, weights: Mapping[str, float], plan: ExperimentPlan | None = None) -> Experiment:
+        return begin_comparison(self.experiments, self.site.model, weights, plan or ExperimentPlan(), is_sticky=False)
 
     def begin_rollout(self) -> Experiment:
         return begin_rollout(self.experiments, self.site.model, "2", RolloutPlan(), now=0.0)
@@ -174,6 +174,18 @@ def test_death_between_the_records_and_the_shares_leaves_no_job_divided(
     assert [entry.result for entry in comparisons.log] == ["begin"]
     assert len(comparisons.site.registry.experiments(model)) == 1
     assert comparisons.site.stage.answer() == ("1", 1.0)
+
+
+def test_plan_is_declared_before_the_first_job(comparisons: Comparisons):
+    """The signed record and the audit log have the effects that matter, so that no report can choose them later."""
+    plan = ExperimentPlan(power=0.9, min_samples=50, smallest_effects={"latency_ms": 2.0, "quality": 0.05})
+    begun = comparisons.begin(HALVES, plan)
+    (stored,) = comparisons.site.registry.experiments(comparisons.site.model)
+    for kept in (stored.plan["comparison"], comparisons.log[0].details["plan"]):
+        assert kept["smallest_effects"] == {"latency_ms": 2.0, "quality": 0.05}
+        assert (kept["power"], kept["min_samples"]) == (0.9, 50)
+    report = comparison_report(comparisons.experiments, begun)
+    assert report["plan"] == stored.plan["comparison"]
 
 
 def away(_: Experiment) -> None:

@@ -38,6 +38,7 @@ from penstock.safety.breaker import MemoryBreakers
 from penstock.safety.experiment_replay import replayed_experiments
 from penstock.safety.operator_key import OperatorKey
 from penstock.safety.rollout import ROLLOUT_DECISION, STEPS, Action, HealthGate, RolloutPlan
+from penstock.workers.observe.metrics import InferenceMetrics
 from tests.compose.test_deploy import Site
 from tests.compose.test_deploy import site as site
 from tests.conformance.jobs import ROOMY
@@ -56,12 +57,28 @@ class Rollouts:
         self.now = NOW
         self.log: list[tuple[str, Mapping[str, Any]]] = []
         self.progress: list[str] = []
+        self.metrics = InferenceMetrics((1.0,))
         self.experiments = Experiments(
             deployer or site.deployer, lambda _model, result, details: self.log.append((result, details))
         )
-        self.driver = RolloutDriver(
-            self.experiments, site.model, clock=lambda: self.now, pause=self._pass, on_progress=self.progress.append
+        self.driver = self.new_driver()
+
+    def new_driver(self) -> RolloutDriver:
+        """A driver with the clock and the metrics of this operator."""
+        return RolloutDriver(
+            self.experiments,
+            self.site.model,
+            clock=lambda: self.now,
+            pause=self._pass,
+            on_progress=self.progress.append,
+            on_decision=self.metrics.rollout_decision,
         )
+
+    def decided(self) -> dict[str, float]:
+        """The decisions about version 2 that the metrics have, by action."""
+        (family,) = [each for each in self.metrics.collect() if each.name == "penstock_rollout_decisions"]
+        labels = {"model_name": self.site.model, "model_version": "2", "endpoint": ""}
+        return {each.labels["action"]: each.value for each in family.samples if labels.items() <= each.labels.items()}
 
     def _pass(self, seconds: float) -> None:
         """A pause of the driver: time passes, and both versions answer jobs."""
@@ -117,6 +134,8 @@ def test_healthy_candidate_is_promoted_over_all_steps(rollouts: Rollouts):
     assert [result for result, _ in rollouts.log] == ["begin", *["advance"] * 5, "complete"]
     assert [details["percent"] for result, details in rollouts.log if result == "advance"] == list(STEPS[1:])
     assert rollouts.log[1][1]["evidence"]["candidate_jobs"] == 50
+    # AR-099: each decision once, and none for the looks between them.
+    assert rollouts.decided() == {"advance": 5, "complete": 1}
 
 
 def test_jobs_are_divided_by_workers_from_the_first_step_on(rollouts: Rollouts):
@@ -309,6 +328,32 @@ def test_second_driver_that_comes_late_looks_again(rollouts: Rollouts):
     with pytest.raises(TransitionConflict, match="was changed meanwhile"):
         rollouts.driver.turn(seen)
     assert rollouts.found().state["step"] == 1
+    assert rollouts.decided() == {"advance": 1}
+
+
+def test_decision_that_the_broker_missed_is_told_once_and_activated(
+    guarded: tuple[Rollouts, MemoryBreakers, list[Alert]], monkeypatch: pytest.MonkeyPatch
+):
+    """The roll-back is in the registry, and the broker is away: once it is back, the candidate has no jobs."""
+    rollouts, _, told = guarded
+    rollouts.begin()
+    rollouts.observe(jobs=60, errors=50)
+    broker, shares = rollouts.site.broker, []
+    activate = broker.activate
+
+    def away_twice(*arguments: Any) -> bool:
+        shares.append(rollouts.share())
+        if len(shares) in (2, 3):
+            raise BrokerUnavailable("The broker does not answer")
+        return activate(*arguments)
+
+    monkeypatch.setattr(broker, "activate", away_twice)
+    assert rollouts.driver.run().status == "stopped"
+    # At the start, for the roll-back, and for two looks: the second one reaches the broker.
+    assert shares == [0.01] * 4
+    assert rollouts.share() == 0.0
+    assert rollouts.decided() == {"roll_back": 1}
+    assert [alert.kind for alert in told] == ["rollout"]
 
 
 def replace_steps(*steps: float) -> RolloutPlan:
@@ -454,7 +499,7 @@ def guarded(rollouts: Rollouts, site: Site) -> tuple[Rollouts, MemoryBreakers, l
     alerts.register("broken", broken)
     alerts.register("test", told.append)
     rollouts.experiments = Experiments(site.deployer, breakers=breakers, alerts=alerts)
-    rollouts.driver = RolloutDriver(rollouts.experiments, site.model, clock=lambda: rollouts.now, pause=rollouts._pass)
+    rollouts.driver = rollouts.new_driver()
     return rollouts, breakers, told
 
 
@@ -507,3 +552,4 @@ def test_each_step_back_is_one_alert(guarded: tuple[Rollouts, MemoryBreakers, li
     assert rollouts.driver.turn(rollouts.found()).action is Action.ROLL_BACK
     assert [alert.reason.partition(":")[0] for alert in told] == ["2 goes back to 1 %"] * 2 + ["2 is rolled back"]
     assert len({alert.id for alert in told}) == 3
+    assert rollouts.decided() == {"advance": 2, "step_back": 2, "roll_back": 1}

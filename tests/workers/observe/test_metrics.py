@@ -138,6 +138,7 @@ def test_parser_sees_the_whole_table(metrics: InferenceMetrics):
     metrics.audit_failed()
     metrics.shadow_pairs("mlp", "1", "mirrored", 1)
     metrics.shadow_compared("mlp", "2", "pass")
+    metrics.rollout_decision("mlp", "2", "advance")
     metrics.webhook_tried("mlp", "delivered")
     metrics.webhooks_counted("mlp", WebhookCounts(1, 0, 2.5))
     families = page(metrics)
