@@ -20,6 +20,7 @@ from penstock.compose.candidates import CheckedCandidate, checked_candidate
 from penstock.compose.rollout.audit_log import audit_logger
 from penstock.compose.rollout.operator_keys import operator_keys
 from penstock.registry.broker.base import FleetEnd
+from penstock.registry.broker.breakers import CANDIDATE
 from penstock.registry.broker.redis_breakers import RedisBreakers
 from penstock.registry.broker.redis_shadow import RedisShadow, ShadowState
 from penstock.registry.errors import (
