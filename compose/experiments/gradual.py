@@ -152,6 +152,9 @@ class RolloutDriver:
                 found = self._experiments.last(self._name, "rollout")
                 if not is_active:
                     self._experiments.activate(found)
+                    if found.status == "stopped":
+                        # The roll-back did not come so far.
+                        self._experiments.release(found)
                     is_active = True
                 if found.status != "running":
                     return found

@@ -352,6 +352,7 @@ def test_decision_that_the_broker_missed_is_told_once_and_activated(
     # At the start, for the roll-back, and for two looks: the second one reaches the broker.
     assert shares == [0.01] * 4
     assert rollouts.share() == 0.0
+    assert rollouts.site.is_wanted("2") is False
     assert rollouts.decided() == {"roll_back": 1}
     assert [alert.kind for alert in told] == ["rollout"]
 
