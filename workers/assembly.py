@@ -91,8 +91,8 @@ class DrainOptions:
     cache, behind the memory, the nearest first; the drain closes them. may_leave: see SharedTiers. data_keys: encrypt
     the data of these settings; None: they encrypt nothing. accesses: records look-ups in the cache; None: they are not
     recorded. mirror: of committed jobs, for their shadows; the drain closes it. breakers: of candidates, which the arms
-    of experiments obey; None: there are none. gate: of what makes engines for text faster; None: its decisions are lines
-    of the log.
+    of experiments obey; None: there are none. gate: of what makes engines for text faster; None: its decisions are
+    lines of the log.
     """
 
     name: str

@@ -130,8 +130,8 @@ def test_every_switch_is_behind_the_gate():
     """Forms, the tokenizer's pool and its cache are switched on in one function, which needs a decision of the gate.
 
     What makes an engine faster is built and used in the few functions that ask the gate, or that these call. Only the
-    gate makes decisions, and only the optimizer, the canary and the engine ask it. A new call of one of these names is a
-    new path.
+    gate makes decisions, and only the optimizer, the canary and the engine ask it. A new call of one of these names
+    is a new path.
     """
     assert set(calls(ROOT)) == ALLOWED
 
@@ -183,11 +183,9 @@ def test_a_way_around_the_gate_is_found(tmp_path: Path, line: str):
 def branches_of(file: str, function: str, test: str) -> list[tuple[ast.If, list[ast.stmt]]]:
     """The branches of a function whose condition has this text, each with the statements behind it in its block."""
     (found,) = (
-        node
-        for node in ast.walk(parsed(ROOT / file))
-        if isinstance(node, ast.FunctionDef) and node.name == function
+        node for node in ast.walk(parsed(ROOT / file)) if isinstance(node, ast.FunctionDef) and node.name == function
     )
-    blocks = [node.body for node in ast.walk(found) if isinstance(getattr(node, "body", None), list)]
+    blocks: list[list[ast.stmt]] = [found.body, *(node.body for node in ast.walk(found) if isinstance(node, ast.If))]
     return [
         (each, block[place + 1 :])
         for block in blocks

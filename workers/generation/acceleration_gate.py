@@ -4,8 +4,8 @@
              an option says off -- stays_off --> recorded, and off
     later:   a form fails -- switched_off --> off, and recorded
 
-joined-linears, packed-linears, attention-kernel, compiled-decoding, cuda-graphs: one decision each for a loaded engine.
-A worker's gate writes the audit log; see levels/engine_decisions.py. The gate of an engine alone writes lines of the log.
+One decision each for a loaded engine: joined-linears, packed-linears, attention-kernel, compiled-decoding, cuda-graphs.
+A worker's gate writes the audit log; see levels/engine_decisions.py. That of an engine alone writes lines of the log.
 
 Importing this module imports nothing heavy.
 """

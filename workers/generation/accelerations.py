@@ -1,7 +1,7 @@
-"""Joined layers and the attention's kernel, tried at load: each is used for the trial, and after it where the gate says.
+"""Joined layers and the attention's kernel, tried at load: used for a trial, and after it where the gate accepts them.
 
     eager logits -> layers joined -> eager logits -> alike? -> the gate --refused--> plain layers again
-    the kernel   -> the probe's logits over pages -> right? -> the gate --refused--> gathered pages, and a probe of these
+    the kernel   -> the probe's logits over pages -> right? -> the gate --refused--> gathered pages, probed again
 
 No request is there yet. What an earlier load has found for the same model on this machine is found again.
 

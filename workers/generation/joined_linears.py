@@ -79,7 +79,7 @@ def part_linears(model: Any) -> None:
     """Makes joined layers plain linear layers again. Their weights remain parts of one tensor, with the same values."""
     for layer in model.modules():
         if type(layer) is JoinedLinear:
-            layer.__class__ = torch.nn.Linear
+            layer.__class__ = torch.nn.Linear  # type: ignore[assignment] # it was one before
             for name in ("joined", "place"):
                 del vars(layer)[name]
 

@@ -28,7 +28,7 @@ def logit_evidence(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dty
     alike = float((found.argmax(-1) == expected.argmax(-1)).float().mean())
     # Equal rows of zeros are equal.
     difference = float(torch.where(differences == 0, 0.0, differences / lengths).max())
-    problems = ()
+    problems: tuple[str, ...] = ()
     if not difference <= most:
         problems = (f"a row of logits differs by {difference:.3g} of its length, expected at most {most:g}",)
     figures = {"logits_difference": difference, "token_agreement": alike, "rows": float(len(expected))}
