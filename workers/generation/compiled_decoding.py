@@ -39,8 +39,8 @@ class CompiledDecoding:
         self.is_on = True
         """Whether no batch has spoken against it."""
         with torch.inference_mode(False):
-            decoder.model.set_attn_implementation(attention.COMPILED_NAME)
             self._model: Final = torch.compile(decoder.model)
+            decoder.model.set_attn_implementation(attention.COMPILED_NAME)
 
     def evidence(self, batch: FlatBatch) -> GateEvidence:
         """Its logits beside the model's over a batch. It takes seconds, and more of them for another number of rows."""
@@ -56,7 +56,12 @@ class CompiledDecoding:
     def model_for(self, batch: FlatBatch) -> Any:
         """The compiled model; None from the first batch on over which it fails or computes something else."""
         if self.is_on and (problems := self.evidence(batch).problems):
-            self.is_on = False
+            self.end()
             logger.warning("decoding is not compiled any more", extra={"reason": "; ".join(problems)})
             self._gate.switched_off(COMPILED_DECODING, "; ".join(problems))
         return self._model if self.is_on else None
+
+    def end(self) -> None:
+        """It is used no more, and the model's attention is that of before."""
+        self.is_on = False
+        self._decoder.model.set_attn_implementation(attention.NAME)

@@ -45,18 +45,17 @@ def accepted_graphs(
 
     compiles: whether the model in them is to be compiled. The decoder has the kernel, and lies on a GPU.
     """
-    try:
-        with decoder.device.inference():
-            steps = _steps(decoder, pools)
-            compiled = _accepted_compiled(decoder, pools, gate, steps[0]) if compiles else None
-            graphs = DecodeGraphs(decoder, pools, compiled)
-            is_accepted = gate.accepts(CUDA_GRAPHS, _graph_evidence(decoder, pools, graphs, steps), "cuda_graphs", True)
-    finally:
-        # A masked NaN of the trial would spoil the request that has the page next.
-        pools.clear(range(1, pools.num_pages)[:_LENGTH])
-    if is_accepted:
+    with decoder.device.inference():
+        steps = _steps(decoder, pools)
+        compiled = _accepted_compiled(decoder, pools, gate, steps[0]) if compiles else None
+        graphs = DecodeGraphs(decoder, pools, compiled)
+        evidence = _graph_evidence(decoder, pools, graphs, steps)
+    # A masked NaN of the trial would spoil the request that has the page next.
+    pools.clear(range(1, pools.num_pages)[:_LENGTH])
+    if gate.accepts(CUDA_GRAPHS, evidence, "cuda_graphs", True):
         return graphs
     if compiled is not None and compiled.is_on:
+        compiled.end()
         gate.switched_off(COMPILED_DECODING, "the graphs that would have it are refused")
     return None
 
@@ -77,14 +76,19 @@ def _steps(decoder: Decoder, pools: KeyValuePools) -> list[Chunk]:
 def _accepted_compiled(
     decoder: Decoder, pools: KeyValuePools, gate: AccelerationGate, step: Chunk
 ) -> CompiledDecoding | None:
+    compiled = None
     try:
         compiled = CompiledDecoding(decoder, pools, gate)
         evidence = compiled.evidence(decoder.batch([step], pools.page_size))
     except DeviceLost:
         raise
-    except Exception as error:  # a compiler may raise anything, and may take all memory
-        compiled, evidence = None, error_evidence(error)
-    return compiled if gate.accepts(COMPILED_DECODING, evidence, "compile_decoding", True) else None
+    except Exception as error:  # there may be no compiler, or no memory for it
+        evidence = error_evidence(error)
+    if gate.accepts(COMPILED_DECODING, evidence, "compile_decoding", True):
+        return compiled
+    if compiled is not None:
+        compiled.end()
+    return None
 
 
 def _graph_evidence(decoder: Decoder, pools: KeyValuePools, graphs: DecodeGraphs, steps: list[Chunk]) -> GateEvidence:

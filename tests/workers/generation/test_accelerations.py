@@ -13,6 +13,7 @@ import torch
 from penstock.safety.orchestrator import GateDecision, SafetyOrchestrator, Subject
 from penstock.workers.generation import joined_linears
 from penstock.workers.generation.acceleration_gate import POLICY, AccelerationGate
+from penstock.workers.generation.attention import COMPILED_NAME
 from penstock.workers.generation.config import Config
 from penstock.workers.generation.decode_graphs import CaptureRefused
 from penstock.workers.generation.engine import Engine
@@ -66,6 +67,8 @@ def in_use(engine: Engine) -> list[str]:
         graphs is not None and graphs._compiled is not None and graphs._compiled.is_on,
         graphs is not None,
     ]
+    # The attention into which the compiler does not look takes longer.
+    assert (engine.decoder.model.config._attn_implementation == COMPILED_NAME) == found[3]
     return [name for name, is_used in zip(ALL, found, strict=True) if is_used]
 
 
@@ -173,6 +176,11 @@ def no_compiler(model: Any) -> Callable[..., Any]:
     return forward
 
 
+def unknown_python(_: Any) -> Any:
+    """One that does not know this Python."""
+    raise RuntimeError("torch.compile is not supported")
+
+
 def zeros(*arguments: Any) -> torch.Tensor:
     """A kernel that is wrong."""
     return attend(*arguments) * 0
@@ -190,6 +198,7 @@ def broken_kernel(*_: Any) -> torch.Tensor:
         ("attention-kernel", {"kernel": broken_kernel}, "ValueError in a forward over pages"),
         ("compiled-decoding", {"compiled": other_logits}, "a row of logits differs by"),
         ("compiled-decoding", {"compiled": no_compiler}, "RuntimeError: no C compiler"),
+        ("compiled-decoding", {"compiled": unknown_python}, "RuntimeError: torch.compile is not supported"),
         ("cuda-graphs", {"graph": Unreplayed}, "a row of logits differs by"),
         ("cuda-graphs", {"graph": Uncapturable}, "operation not permitted when stream is capturing"),
     ],
