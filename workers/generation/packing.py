@@ -187,12 +187,21 @@ def least_rows(dense_s: Sequence[float], packed_s: Sequence[float]) -> int | Non
 
 def _known_or_tried(alike: _Alike, records: LoadRecords) -> _ShapeFinding:
     facts = _facts(alike[0][0])
-    known = records.read(_KIND, facts)
-    if isinstance(known, dict) and known.keys() == {*_ShapeFinding._fields} and known["least_rows"] in (None, *_ROWS):
-        return _ShapeFinding(**known)
+    if (known := _known(records.read(_KIND, facts))) is not None:
+        return known
     found = _tried(alike[:_MOST_LAYERS])
     records.write(_KIND, facts, found._asdict())
     return found
+
+
+def _known(record: Any) -> _ShapeFinding | None:
+    """None for a record that this module does not write."""
+    if not isinstance(record, dict) or record.keys() != {*_ShapeFinding._fields}:
+        return None
+    found = _ShapeFinding(**record)
+    are_numbers = all(one is None or isinstance(one, float) for one in (found.gain, found.difference))
+    are_texts = isinstance(found.shape, str) and isinstance(found.problem, str)
+    return found if found.least_rows in (None, *_ROWS) and are_numbers and are_texts else None
 
 
 def _facts(layer: torch.nn.Linear) -> dict[str, Any]:

@@ -102,6 +102,25 @@ def test_a_later_load_does_what_the_first_has_measured(rows, tmp_path):
     assert {layer.least_rows for layer in _packed_layers(model)} == ({rows} if rows else set())
 
 
+@pytest.mark.parametrize("damage", [{"least_rows": 2}, {"gain": "fast"}, {"problem": None}, {"more": 1}])
+def test_a_record_that_no_load_has_written_is_as_none(damage: dict[str, Any], tmp_path: Path):
+    """The shapes are tried again, and recorded again."""
+    if not can_prepack(decoder("Llama")):
+        leave_out("this build of torch has no operators for packed weights")
+    Packing(decoder("Llama"), "auto", LoadRecords(tmp_path), open_gate()[0])
+    paths = [path for path in tmp_path.iterdir() if path.name.startswith("packing-")]
+    written = [json.loads(path.read_text()) for path in paths]
+    for path, record in zip(paths, written, strict=True):
+        path.write_text(json.dumps({**record, "found": {**record["found"], **damage}}))
+    gate, decisions = open_gate()
+    Packing(decoder("Llama"), "auto", LoadRecords(tmp_path), gate)
+    assert [name for name, _ in decisions.actions] == ["packed-linears"]
+    for path, record in zip(paths, written, strict=True):
+        assert json.loads(path.read_text())["found"].keys() == record["found"].keys()
+        assert json.loads(path.read_text())["found"]["problem"] is not None
+        assert json.loads(path.read_text())["found"]["gain"] != "fast"
+
+
 def test_packed_layer_that_fails_ends_no_text(caplog):
     """The step is computed again with dense weights, and so are the later ones; the log names the error."""
     model = decoder("Llama")
