@@ -17,6 +17,7 @@ from penstock.registry.package import Package
 from penstock.registry.settings import Settings
 from penstock.registry.signed import Verifier
 from penstock.safety.audit_accesses import CacheAccessAudit
+from penstock.safety.orchestrator import SafetyOrchestrator
 from penstock.safety.payload_keys import envelope_keys
 from penstock.safety.sealing import DataKeys
 from penstock.workers.backlog import Backlog
@@ -91,7 +92,8 @@ class DrainOptions:
     the data of these settings; None: they encrypt nothing. accesses: records look-ups in the cache; None: they are not
     recorded. mirror: of committed jobs, for their shadows; the drain closes it. breakers: of candidates, which the arms
     of experiments obey; None: there are none. on_arm_stopped: is told (name, record) on a thread of its own when the
-    failures of an arm on this worker have opened its breaker.
+    failures of an arm on this worker have opened its breaker. gate: of what makes engines for text faster;
+    None: its decisions are lines of the log.
     """
 
     name: str
@@ -119,6 +121,7 @@ class DrainOptions:
     mirror: Mirror = field(default_factory=NullMirror)
     breakers: BreakerEnd | None = None
     on_arm_stopped: Callable[[str, BreakerRecord], None] = lambda name, record: None
+    gate: SafetyOrchestrator | None = None
     types: PartTypes = field(default_factory=PartTypes)
 
 
@@ -288,6 +291,7 @@ class _Assembly:
             accepts_new_models=not self.settings.worker.models,
             deployments=self._deployments(),
             admits_arm=self.arm_breakers.admits if self.arm_breakers is not None else lambda _name, _label: True,
+            gate=options.gate,
         )
 
     def _on_version_change(self, model: str, old: str, new: str) -> None:

@@ -42,6 +42,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -73,6 +74,7 @@ from penstock.safety.audit import AuditConfig, AuditLogger
 from penstock.safety.audit_accesses import CacheAccessAudit
 from penstock.safety.golden_archive import GoldenArchive
 from penstock.safety.keys import Audit, key_audit, load_data_keys
+from penstock.safety.orchestrator import SafetyOrchestrator
 from penstock.safety.payload_keys import envelope_keys
 from penstock.safety.privacy import redactor_of
 from penstock.safety.sealing import DataKeys
@@ -97,6 +99,7 @@ from penstock.workers.compilation import TorchCompiler
 from penstock.workers.drain import Drain
 from penstock.workers.levels.decision_audit import audit_decision
 from penstock.workers.levels.decision_log import DecisionLog
+from penstock.workers.levels.engine_decisions import EngineDecisions
 from penstock.workers.levels.optimizer import InferenceOptimizer
 from penstock.workers.levels.stopped_arms import tell_arm_stopped
 from penstock.workers.observe.metrics import InferenceMetrics
@@ -368,6 +371,8 @@ def _open_parts(settings: Settings, device: Pin, celery: CeleryParts, closing: E
     opened = open_alerts(settings, metrics.alert)
     closing.callback(opened.close)
     optimizer = _build_optimizer(settings, device.device, metrics, log, archive, breakers, opened.alerts)
+    run = secrets.token_hex(8) if optimizer is None else optimizer.log.run
+    gate = SafetyOrchestrator(EngineDecisions(partial(audit_decision, log), metrics, run))
     streams = StandardStreams()
     drain = _open_drain(
         settings,
@@ -383,6 +388,7 @@ def _open_parts(settings: Settings, device: Pin, celery: CeleryParts, closing: E
         accesses,
         breakers,
         partial(tell_arm_stopped, metrics, opened.alerts, log),
+        gate,
         closing,
     )
     reconciler = _build_reconciler(settings, drain, celery.hostname, verify)
@@ -408,6 +414,7 @@ def _open_drain(
     accesses: CacheAccessAudit,
     breakers: BreakerEnd,
     on_arm_stopped: Callable[[str, BreakerRecord], None],
+    gate: SafetyOrchestrator,
     closing: ExitStack,
 ) -> Drain:
     """The drain, its journal, and the probe that shows its readiness: the probe listens before there is a drain."""
@@ -441,6 +448,7 @@ def _open_drain(
             mirror=_open_mirror(settings, data_keys, metrics, verify),
             breakers=breakers,
             on_arm_stopped=on_arm_stopped,
+            gate=gate,
         ),
     )
     return readiness.drain

@@ -23,6 +23,8 @@ from penstock.compose.views.top import compare, take_snapshot
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.queues import events_key
 from penstock.registry.sampling_params import SamplingParams
+from penstock.safety.audit_reader import entries
+from penstock.safety.orchestrator import replayed
 from penstock.workers.generation.engine import Engine
 from tests.architecture.documents import written
 from tests.flow.conftest import Samples
@@ -438,6 +440,44 @@ def test_time_of_a_text_counts_from_its_first_start(stage: Stage, worker: Worker
         assert "reset" not in kinds
         assert _resumed(stage, [job]) == 0
     first.stop()
+
+
+def test_what_makes_an_engine_faster_is_in_the_audit_log(stage: Stage, tmp_path: Path):
+    """One decision each of a load, with its evidence and the content that it is about, also in the metrics; the texts
+    are those of an engine without any of it."""
+    package = write_writer(tmp_path / "models", "joiner", joined_linears="on", packed_linears="auto", attention="sdpa")
+    plain = Engine.from_pretrained(package, kv_cache_mb=4, packed_linears="off")
+    worker = WorkerProcess(stage.server, tmp_path / "models", tmp_path, name="audited@test").start()
+    try:
+        with Client(stage.server.url) as client:
+            written = [one["text"][0] for one in client.generate("joiner", PROMPTS, GREEDY)]
+        assert written == [one.outputs[0].text for one in plain.generate(PROMPTS, GREEDY)]
+        samples = Samples(worker)
+    finally:
+        worker.stop()
+    recorded = [one for one in entries([tmp_path / "home" / "audit"], 1000).entries if one.model_id == "joiner"]
+    verdicts = {one.optimization_name: one for one in recorded if one.operation == "gate_decision"}
+    states = {key.optimization: (key, state) for key, state in replayed(recorded).items()}
+    assert verdicts.keys() == {"joined-linears", "packed-linears"}
+    assert states.keys() == {"joined-linears", "packed-linears", "attention-kernel"}
+    assert len(recorded) == len(verdicts) + len(states)
+    assert len({(key.run, key.content_hash) for key, _ in states.values()}) == 1
+    assert all(all(key) for key, _ in states.values())
+    joined, packed = verdicts["joined-linears"], verdicts["packed-linears"]
+    assert joined.result == "PASS"
+    assert joined.details["criterion"] == "joined_linears is on"
+    assert joined.details["evidence"]["logits_difference"] < 1e-3
+    assert any(name.endswith(".difference") for name in packed.details["evidence"])
+    # The trial decides, and small weights gain little.
+    assert (packed.result == "PASS") == states["packed-linears"][1].is_on
+    assert states["attention-kernel"][1].reason == "attention is sdpa"
+    accepted = 1 + states["packed-linears"][1].is_on
+    counted = {
+        verdict: samples.total("penstock_gate_verdicts_total", model_name="joiner", verdict=verdict)
+        for verdict in ("accepted", "refused")
+    }
+    assert counted == {"accepted": accepted, "refused": 2 - accepted}
+    assert samples.total("penstock_hysteresis_transitions_total", model_name="joiner", to="on") == accepted
 
 
 def test_command_submit_writes_a_text(stage: Stage, worker: WorkerProcess, monkeypatch: pytest.MonkeyPatch):

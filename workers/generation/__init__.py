@@ -19,15 +19,20 @@ model             a folder -> a decoder
 layer_rules       which keys a layer's queries see
 probe             a decoder is served right, or refused
 attention         the function that the models call
+acceleration_gate what makes a decoder faster is asked of the one gate
+logit_evidence    logits of a form -> evidence for the gate
+accelerations     joined layers and the kernel, tried at load
 huge_pages        memory of pages on a CPU
 paged_kernel      attention of decoding rows, in triton
 attention_choice  the kernel, or gathered pages
 forwards          chunks of a step -> logits
 decode_graphs     steps in which every row decodes, as CUDA graphs
 compiled_decoding the model in these graphs, compiled
+graph_trial       both tried at load
 pool_size         pages of the pool, by megabytes or a share of a GPU
 flat_positions    positions for models that ask their cache
 load_records      what earlier loads have measured and proven
+joined_linears    linear layers of one input as one product
 packing           linear layers with packed weights, where they are faster
 request           one text: its sequence, how its tokens are chosen, its end
 text_group        the texts of one request -> its output

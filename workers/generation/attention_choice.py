@@ -4,6 +4,8 @@
     sdpa    gathered pages
     triton  the kernel, or an error that says why it cannot run
 
+The gate decides on a chosen kernel; see accelerations.py.
+
 Importing this module imports torch.
 """
 

@@ -1,7 +1,9 @@
 """A decoder's model, compiled by torch's inductor: what transformers computes between two attentions is a few kernels.
 
-    the batch of a graph -> model -> logits ------------> as good? -> the compiled model
-                         -> compiled model -> logits ---'         '-> none: the graph has the model as it is
+    the batch of a graph -> model -> logits ------------> alike? -> the graph has the compiled model
+                         -> compiled model -> logits ---'        '-> off from now on: graphs have the model as it is
+
+The gate is asked once, with the first batch; see graph_trial.py. The batch of each later graph is compared, too.
 
 The attention, which reads what the compiler cannot know, stays as it is. Importing this module imports torch.
 """
@@ -13,43 +15,53 @@ from typing import Any, Final
 
 import torch
 
+from penstock.registry.errors import OutOfMemory
+from penstock.safety.orchestrator import GateEvidence
 from penstock.workers.generation import attention
+from penstock.workers.generation.acceleration_gate import COMPILED_DECODING, AccelerationGate, error_evidence
 from penstock.workers.generation.attention import KeyValuePools
 from penstock.workers.generation.batch import FlatBatch
+from penstock.workers.generation.logit_evidence import logit_evidence
 from penstock.workers.generation.model import Decoder
 
-__all__ = ["compiled_model", "is_as_good"]
+__all__ = ["CompiledDecoding"]
 
 logger = logging.getLogger("penstock.runtime")
 
-_MOST_DIFFERENCES: Final = {torch.float32: 1e-3, torch.bfloat16: 0.045}
-"""Of a row of logits, by its length: what a cosine of 0.999 allows in bf16, and far more than rounding in fp32."""
 
+class CompiledDecoding:
+    """The compiled form of a decoder's model."""
 
-def compiled_model(decoder: Decoder, batch: FlatBatch, pools: KeyValuePools) -> Any:
-    """The model's compiled form, which was compared over this batch; None where it fails or computes something else.
+    def __init__(self, decoder: Decoder, pools: KeyValuePools, gate: AccelerationGate) -> None:
+        self._decoder: Final = decoder
+        self._pools: Final = pools
+        self._gate: Final = gate
+        self.is_on = True
+        """Whether no batch has spoken against it."""
+        with torch.inference_mode(False):
+            self._model: Final = torch.compile(decoder.model)
+            decoder.model.set_attn_implementation(attention.COMPILED_NAME)
 
-    It takes seconds, and more of them for another number of rows.
-    """
-    with torch.inference_mode(False):
-        decoder.model.set_attn_implementation(attention.COMPILED_NAME)
-        model = torch.compile(decoder.model)
-    try:
-        expected, _ = decoder.forward(batch, pools)
-        found, _ = decoder.forward(batch, pools, model)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # a compiler may raise anything; the model itself works
-        logger.warning("decoding is not compiled", extra={"reason": f"{type(error).__name__}: {error!s:.300}"})
-        return None
-    if not is_as_good(found, expected, next(decoder.model.parameters()).dtype):
-        logger.warning("decoding is not compiled", extra={"reason": "the compiled model gives other logits"})
-        return None
-    return model
+    def evidence(self, batch: FlatBatch) -> GateEvidence:
+        """Its logits beside the model's over a batch. It takes seconds, and more of them for another number of rows."""
+        try:
+            expected, _ = self._decoder.forward(batch, self._pools)
+            found, _ = self._decoder.forward(batch, self._pools, self._model)
+            return logit_evidence(found, expected, self._decoder.model.dtype)
+        except (OutOfMemory, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a compiler may raise anything; the model itself works
+            return error_evidence(error)
 
+    def model_for(self, batch: FlatBatch) -> Any:
+        """The compiled model; None from the first batch on over which it fails or computes something else."""
+        if self.is_on and (problems := self.evidence(batch).problems):
+            self.end()
+            logger.warning("decoding is not compiled any more", extra={"reason": "; ".join(problems)})
+            self._gate.switched_off(COMPILED_DECODING, "; ".join(problems))
+        return self._model if self.is_on else None
 
-def is_as_good(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether each row of logits (S, V) differs by rounding only. dtype: of the weights."""
-    lengths = torch.linalg.vector_norm(expected, dim=-1)
-    differences = torch.linalg.vector_norm(found - expected, dim=-1)
-    return bool((differences <= _MOST_DIFFERENCES.get(dtype, 0.0) * lengths).all())
+    def end(self) -> None:
+        """It is used no more, and the model's attention is that of before."""
+        self.is_on = False
+        self._decoder.model.set_attn_implementation(attention.NAME)

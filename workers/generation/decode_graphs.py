@@ -24,7 +24,7 @@ import torch
 from penstock.registry.tensors import Array
 from penstock.workers.generation.attention import KeyValuePools, RowGroup, View
 from penstock.workers.generation.batch import FlatBatch
-from penstock.workers.generation.compiled_decoding import compiled_model
+from penstock.workers.generation.compiled_decoding import CompiledDecoding
 from penstock.workers.generation.layer_rules import LayerRule
 from penstock.workers.generation.model import Decoder
 from penstock.workers.generation.scheduler import Chunk
@@ -140,10 +140,10 @@ class _Graph(NamedTuple):
 class DecodeGraphs:
     """The graphs of a decoder that has the kernel: gathered pages have other shapes in each step."""
 
-    def __init__(self, decoder: Decoder, pools: KeyValuePools, *, is_compiled: bool = False) -> None:
-        """is_compiled: graphs have the model's compiled form, where that is as good."""
+    def __init__(self, decoder: Decoder, pools: KeyValuePools, compiled: CompiledDecoding | None = None) -> None:
+        """compiled: the form of the model that graphs have; None: the model as it is."""
         self._decoder: Final = decoder
-        self._is_compiled: Final = is_compiled
+        self._compiled: Final = compiled
         self._pools: Final = pools
         self._width: Final = -(-decoder.max_positions // pools.page_size)
         self._graphs: dict[int, _Graph] = {}
@@ -188,7 +188,7 @@ class DecodeGraphs:
     def _captured(self, plan: DecodePlan) -> _Graph:
         batch = plan.on_device(self._decoder.device)
         # A second forward writes the same keys to the same places.
-        model = compiled_model(self._decoder, batch, self._pools) if self._is_compiled else None
+        model = self._compiled_model(batch)
         for _ in range(_WARM_UPS):
             self._decoder.forward(batch, self._pools, model)
         if self._memory is None:
@@ -202,3 +202,14 @@ class DecodeGraphs:
         except RuntimeError as error:
             raise CaptureRefused(f"{self._decoder.name}: {error}") from error
         return _Graph(graph, batch, logits)
+
+    def _compiled_model(self, batch: FlatBatch) -> Any:
+        """None for the model as it is."""
+        if self._compiled is None or not self._compiled.is_on:
+            return None
+        model = self._compiled.model_for(batch)
+        if model is None:
+            # Those with the compiled model are captured again. Without graphs, their memory is another one.
+            self._graphs.clear()
+            self._memory = None
+        return model

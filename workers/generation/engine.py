@@ -20,6 +20,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -30,13 +31,14 @@ from penstock.registry.chat_messages import Message
 from penstock.registry.errors import ConfigurationError, InvalidInput, described, shown
 from penstock.registry.queues import Priority, PriorityName
 from penstock.registry.sampling_params import SamplingParams
-from penstock.workers.generation.attention_choice import choose_kernel
+from penstock.safety.orchestrator import Subject
+from penstock.workers.generation.acceleration_gate import AccelerationGate
+from penstock.workers.generation.accelerations import joined_weights, proof_with_kernel
 from penstock.workers.generation.backend import Delivered
 from penstock.workers.generation.chat import ChatPrompt, chat_output, parser_of
 from penstock.workers.generation.config import Config
 from penstock.workers.generation.engine_counts import EngineCounts
 from penstock.workers.generation.forwards import Forwards
-from penstock.workers.generation.joined_linears import join_linears
 from penstock.workers.generation.load_records import LoadRecords
 from penstock.workers.generation.model import Decoder, load_decoder, wrap_decoder
 from penstock.workers.generation.outputs import ChatOutput, EngineStats, FinishReason, RequestOutput
@@ -44,7 +46,7 @@ from penstock.workers.generation.packing import Packing
 from penstock.workers.generation.pages import PagePool
 from penstock.workers.generation.pool_size import pool_pages
 from penstock.workers.generation.prefix_cache import PrefixCache
-from penstock.workers.generation.probe import probe
+from penstock.workers.generation.probe import Proof, probe
 from penstock.workers.generation.prompts import Prompt, PromptReader
 from penstock.workers.generation.request import GenerationRequest
 from penstock.workers.generation.sampler import Sampled, is_free_of_host
@@ -64,33 +66,35 @@ __all__ = ["Engine"]
 class Engine:
     """Made by `from_pretrained` or `from_model`."""
 
-    def __init__(self, decoder: Decoder, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: Config,
+        clock: Callable[[], float] = time.monotonic,
+        gate: AccelerationGate | None = None,
+    ) -> None:
+        """gate: is asked about each form that makes the decoder faster; None: its decisions are lines of the log."""
         cache = config.cache
+        gate = AccelerationGate(None, Subject(decoder.name, "")) if gate is None else gate
         self.config: Final = config
         self.decoder: Final = decoder
         self._clock: Final = clock
         self._prompts: Final = PromptReader(decoder.tokenizer, decoder.vocab_size, decoder.max_positions)
         self._structures: Final = StructureCompiler(decoder.tokenizer, decoder.vocab_size, decoder.eos_token_ids)
         records = LoadRecords(config.cache_dir)
-        self.joined_linears: Final = join_linears(decoder.model) if _joins(config) else 0
+        self.joined_linears: Final = joined_weights(decoder, config, records, gate)
         """Weights that were joined."""
-        self.packing: Final = Packing(decoder.model, config.packed_linears, records)
-        decoder.kernel = choose_kernel(config.attention, decoder.device)
-        page_nbytes = self._probed(records)
+        self.packing: Final = Packing(decoder.model, config.packed_linears, records, gate)
+        prove = partial(self._probed, records)
+        page_nbytes = (proof_with_kernel(decoder, config, prove, gate) or prove()).page_nbytes
         num_pages = pool_pages(decoder, config, page_nbytes)
         prefixes = None
         if cache.enable_prefix_caching:
             prefixes = PrefixCache(cache.page_size, int(cache.prefix_cache_capacity * (num_pages - 1)))
         self.pages: Final = PagePool(num_pages, cache.page_size, prefixes)
         self.scheduler: Final = Scheduler(config.scheduler, self.pages)
-        self.forwards: Final = Forwards(
-            decoder,
-            num_pages,
-            cache.page_size,
-            page_nbytes,
-            has_graphs=config.cuda_graphs,
-            is_compiled=config.compile_decoding,
-        )
+        self.forwards: Final = Forwards(decoder, num_pages, cache.page_size, page_nbytes, gate)
+        self.forwards.try_graphs(is_wanted=config.cuda_graphs, compiles=config.compile_decoding)
         self._requests: dict[str, GenerationRequest] = {}
         self._open: dict[str, GenerationRequest] = {}
         """The first text of each request that has not ended."""
@@ -113,23 +117,33 @@ class Engine:
         )
 
     @classmethod
-    def from_pretrained(cls, path: str | Path, config: Config | None = None, **options: Any) -> Engine:
+    def from_pretrained(
+        cls, path: str | Path, config: Config | None = None, *, gate: AccelerationGate | None = None, **options: Any
+    ) -> Engine:
         """A folder in the format of transformers; nothing is fetched.
 
-        options: the fields of Config, CacheConfig and SchedulerConfig, in place of `config`. Raises ConfigurationError
-        for an unknown option, and for a model that is not served.
+        options: the fields of Config, CacheConfig and SchedulerConfig, in place of `config`. gate: as of an Engine.
+        Raises ConfigurationError for an unknown option, and for a model that is not served.
         """
         config = _config(config, options)
-        return cls(load_decoder(path, config.precision, config.max_model_len, _device(config)), config)
+        return cls(load_decoder(path, config.precision, config.max_model_len, _device(config)), config, gate=gate)
 
     @classmethod
-    def from_model(cls, model: Any, tokenizer: Any = None, config: Config | None = None, **options: Any) -> Engine:
+    def from_model(
+        cls,
+        model: Any,
+        tokenizer: Any = None,
+        config: Config | None = None,
+        *,
+        gate: AccelerationGate | None = None,
+        **options: Any,
+    ) -> Engine:
         """A loaded model of transformers, which is the engine's from here on: it moves to the device in its own dtype.
 
         Without a tokenizer, prompts are token ids and answers have no text.
         """
         config = _config(config, options)
-        return cls(wrap_decoder(model, tokenizer, config.max_model_len, _device(config)), config)
+        return cls(wrap_decoder(model, tokenizer, config.max_model_len, _device(config)), config, gate=gate)
 
     def generate(
         self,
@@ -291,10 +305,11 @@ class Engine:
                 draft_tokens_accepted=self._counts.drafts_accepted,
             )
 
-    def _probed(self, records: LoadRecords) -> int:
+    def _probed(self, records: LoadRecords) -> Proof:
         page_size, joined = self.config.cache.page_size, f"{self.joined_linears} joined"
+        packed = self.config.packed_linears if self.packing.packed else "off"
         try:
-            return probe(self.decoder, page_size, records, f"{self.config.packed_linears}, {joined}")
+            return probe(self.decoder, page_size, records, f"{packed}, {joined}")
         except PackedFailure as failure:
             self.packing.give_up(failure)
         return probe(self.decoder, page_size, records, f"off, {joined}")
@@ -439,10 +454,6 @@ def _config(config: Config | None, options: Mapping[str, Any]) -> Config:
 
 def _device(config: Config) -> TorchDevice:
     return TorchDevice(config.device, torch.get_num_threads())
-
-
-def _joins(config: Config) -> bool:
-    return config.device != "cpu" if config.joined_linears == "auto" else config.joined_linears == "on"
 
 
 def _params(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:

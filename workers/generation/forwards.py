@@ -11,8 +11,10 @@ from typing import Final
 
 import torch
 
+from penstock.workers.generation.acceleration_gate import CUDA_GRAPHS, AccelerationGate
 from penstock.workers.generation.attention import KeyValuePools
 from penstock.workers.generation.decode_graphs import CaptureRefused, DecodeGraphs, is_decoding
+from penstock.workers.generation.graph_trial import accepted_graphs
 from penstock.workers.generation.launched_step import LaunchedStep
 from penstock.workers.generation.model import Decoder
 from penstock.workers.generation.scheduler import Chunk
@@ -23,26 +25,29 @@ logger = logging.getLogger("penstock.runtime")
 
 
 class Forwards:
-    """A decoder with its pages. page_nbytes: of all layers.
-
-    has_graphs: used where the decoder can have any. is_compiled: they have its compiled form.
-    """
+    """A decoder with its pages. page_nbytes: of all layers. gate: is told where graphs fail."""
 
     def __init__(
-        self,
-        decoder: Decoder,
-        num_pages: int,
-        page_size: int,
-        page_nbytes: int,
-        *,
-        has_graphs: bool = False,
-        is_compiled: bool = False,
+        self, decoder: Decoder, num_pages: int, page_size: int, page_nbytes: int, gate: AccelerationGate
     ) -> None:
         self.pools_nbytes: Final = num_pages * page_nbytes
         self.decoder = decoder
         self._pools: Final = KeyValuePools(num_pages, page_size)
-        is_possible = has_graphs and decoder.device.is_cuda and decoder.kernel is not None
-        self.graphs = DecodeGraphs(decoder, self._pools, is_compiled=is_compiled) if is_possible else None
+        self._gate: Final = gate
+        self.graphs: DecodeGraphs | None = None
+        """None: each step launches its kernels one by one."""
+
+    def try_graphs(self, *, is_wanted: bool, compiles: bool) -> None:
+        """Has graphs from here on, if the decoder can have any and the gate accepts them. Before the first request.
+
+        compiles: they have the model's compiled form.
+        """
+        if not self.decoder.device.is_cuda or self.decoder.kernel is None:
+            return
+        if is_wanted:
+            self.graphs = accepted_graphs(self.decoder, self._pools, self._gate, compiles=compiles)
+        else:
+            self._gate.stays_off(CUDA_GRAPHS, "cuda_graphs", False)
 
     def logits(
         self, chunks: Sequence[Chunk], launched: LaunchedStep | None = None
@@ -57,6 +62,7 @@ class Forwards:
             except CaptureRefused as refusal:
                 logger.warning("decoding goes on without CUDA graphs", extra={"reason": str(refusal)})
                 self.graphs = None
+                self._gate.switched_off(CUDA_GRAPHS, str(refusal))
         batch = self.decoder.batch(chunks, self._pools.page_size)
         if launched is not None:
             batch.input_ids[0].copy_(launched.tokens_of(batch.sampling))

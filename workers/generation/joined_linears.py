@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 
 from penstock.workers.runtime.prepacked import is_plain
 
-__all__ = ["JoinedLinear", "join_linears"]
+__all__ = ["JoinedLinear", "join_linears", "part_linears"]
 
 _NEIGHBOURS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -73,6 +73,15 @@ def join_linears(model: Any) -> int:
                 _join(layers)
                 number += 1
     return number
+
+
+def part_linears(model: Any) -> None:
+    """Makes joined layers plain linear layers again. Their weights remain parts of one tensor, with the same values."""
+    for layer in model.modules():
+        if type(layer) is JoinedLinear:
+            layer.__class__ = torch.nn.Linear  # type: ignore[assignment] # it was one before
+            for name in ("joined", "place"):
+                del vars(layer)[name]
 
 
 def _are_alike(layers: Sequence[Any]) -> bool:

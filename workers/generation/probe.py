@@ -13,7 +13,7 @@ Importing this module imports torch.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -25,7 +25,7 @@ from penstock.workers.generation.model import Decoder
 from penstock.workers.generation.scheduler import Chunk, Sequence
 from penstock.workers.runtime.prepacked import PackedFailure
 
-__all__ = ["probe"]
+__all__ = ["Proof", "eager_logits", "model_facts", "probe", "probe_tokens"]
 
 _TOLERANCES: Final = {torch.float32: 1e-4, torch.bfloat16: 6e-2}
 """Of the largest logit, or of 1 where that is less."""
@@ -38,33 +38,52 @@ _BEYOND: Final = 8
 """Tokens past the end of the shortest window or chunk."""
 
 
-def probe(decoder: Decoder, page_size: int, records: LoadRecords = _NO_RECORDS, packing: str = "off") -> int:
-    """Returns the bytes that one page takes in all layers. packing: how the linear layers are packed and joined.
+class Proof(NamedTuple):
+    """A decoder is served right. page_nbytes: of one page in all layers.
+
+    difference: of its logits over pages from its eager ones, as a share of the largest, or of 1 where that is less.
+    """
+
+    page_nbytes: int
+    difference: float
+
+
+def probe(decoder: Decoder, page_size: int, records: LoadRecords = _NO_RECORDS, packing: str = "off") -> Proof:
+    """packing: how the linear layers are packed and joined.
 
     Raises ConfigurationError with the architecture's name, and PackedFailure where the packed layers are at fault.
     """
-    facts = _facts(decoder, page_size, packing)
-    known = None if facts is None else records.read(_KIND, facts)
-    if isinstance(known, dict) and isinstance(known.get("page_nbytes"), int) and known["page_nbytes"] > 0:
-        return int(known["page_nbytes"])
-    page_nbytes = _proven(decoder, page_size)
+    facts = model_facts(decoder)
     if facts is not None:
-        records.write(_KIND, facts, {"page_nbytes": page_nbytes})
-    return page_nbytes
+        facts |= {"page": page_size, "packing": packing, "has_kernel": decoder.kernel is not None}
+        if (known := _known(records.read(_KIND, facts))) is not None:
+            return known
+    proof = _proven(decoder, page_size)
+    if facts is not None:
+        records.write(_KIND, facts, proof._asdict())
+    return proof
 
 
-def _facts(decoder: Decoder, page_size: int, packing: str) -> dict[str, Any] | None:
-    """All that the outcome depends on. None for a model that is of no folder."""
+def model_facts(decoder: Decoder) -> dict[str, Any] | None:
+    """All of the machine and the model that what it computes depends on. None for a model that is of no folder."""
     if decoder.folder is None:
         return None
     model = {"files": files_of(decoder.folder), "dtype": str(decoder.model.dtype), "device": str(decoder.model.device)}
-    own = {"folder": str(decoder.folder), "positions": decoder.max_positions, "page": page_size, "packing": packing}
     placed = decoder.device.device
     gpu = torch.cuda.get_device_name(placed) if placed.type == "cuda" else ""
-    return {**machine(), **model, **own, "has_kernel": decoder.kernel is not None, "gpu": gpu}
+    return {**machine(), **model, "folder": str(decoder.folder), "positions": decoder.max_positions, "gpu": gpu}
 
 
-def _proven(decoder: Decoder, page_size: int) -> int:
+def _known(record: Any) -> Proof | None:
+    if not isinstance(record, dict):
+        return None
+    nbytes, difference = record.get("page_nbytes"), record.get("difference")
+    if isinstance(nbytes, int) and nbytes > 0 and isinstance(difference, float):
+        return Proof(nbytes, difference)
+    return None
+
+
+def _proven(decoder: Decoder, page_size: int) -> Proof:
     try:
         return _probe(decoder, page_size)
     except (ConfigurationError, PackedFailure):
@@ -75,9 +94,9 @@ def _proven(decoder: Decoder, page_size: int) -> int:
         raise ConfigurationError(message) from error
 
 
-def _probe(decoder: Decoder, page_size: int) -> int:
-    length = _length(decoder)
-    tokens = [(7 * at + 3) % decoder.vocab_size for at in range(length)]
+def _probe(decoder: Decoder, page_size: int) -> Proof:
+    tokens = probe_tokens(decoder)
+    length = len(tokens)
     own = Sequence("probe", [], 0)
     other = Sequence("neighbour", [], 0)
     per_request = -(-length // page_size)
@@ -95,9 +114,14 @@ def _probe(decoder: Decoder, page_size: int) -> int:
         found.append(logits[[chunk.sequence is own for chunk in batch.sampling].index(True)])
         for chunk in chunks:
             chunk.sequence.num_computed = chunk.start + chunk.num_tokens
-    expected = _eager_logits(decoder, tokens)
-    _check_logits(decoder, torch.stack(found), torch.stack([expected[end - 1] for end in ends]))
-    return pools.page_nbytes
+    expected = eager_logits(decoder, tokens)
+    difference = _difference(decoder, torch.stack(found), torch.stack([expected[end - 1] for end in ends]))
+    return Proof(pools.page_nbytes, difference)
+
+
+def probe_tokens(decoder: Decoder) -> list[int]:
+    """A prompt that reaches past the shortest window, if that is short."""
+    return [(7 * at + 3) % decoder.vocab_size for at in range(_length(decoder))]
 
 
 def _length(decoder: Decoder) -> int:
@@ -111,7 +135,7 @@ def _next(sequence: Sequence, tokens: list[int]) -> Chunk:
     return Chunk(sequence, sequence.num_computed, len(tokens) - sequence.num_computed)
 
 
-def _eager_logits(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
+def eager_logits(decoder: Decoder, tokens: list[int]) -> torch.Tensor:
     """(T, V) of transformers' own attention: the others know no capped logits."""
     decoder.model.set_attn_implementation("eager")
     try:
@@ -131,12 +155,15 @@ def _check_calls(decoder: Decoder, calls: list[int]) -> None:
         )
 
 
-def _check_logits(decoder: Decoder, found: torch.Tensor, expected: torch.Tensor) -> None:
-    tolerance = _TOLERANCES[decoder.model.dtype] * max(1.0, float(expected.abs().max()))
+def _difference(decoder: Decoder, found: torch.Tensor, expected: torch.Tensor) -> float:
+    """As a share of the largest logit. Raises ConfigurationError where it is more than rounding."""
+    largest = max(1.0, float(expected.abs().max()))
+    most = _TOLERANCES[decoder.model.dtype] * largest
     difference = float((found - expected).abs().max())
     # A NaN is no less than the tolerance, either.
-    if not difference <= tolerance:
+    if not difference <= most:
         raise ConfigurationError(
             f"{decoder.name} is not served: its logits over pages differ by {difference:.2g} from its eager ones, "
-            f"expected at most {tolerance:.2g}"
+            f"expected at most {most:.2g}"
         )
+    return difference / largest

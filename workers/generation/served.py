@@ -31,6 +31,8 @@ from penstock.registry.package.manifest import Manifest
 from penstock.registry.queues import PriorityName
 from penstock.registry.sampling_params import SamplingParams
 from penstock.registry.tensors import Array
+from penstock.safety.orchestrator import SafetyOrchestrator, Subject
+from penstock.workers.generation.acceleration_gate import AccelerationGate
 from penstock.workers.generation.backend import Backend, Delivered, Wish
 from penstock.workers.generation.chat import ChatPrompt, check_template
 from penstock.workers.generation.prompts import Prompt
@@ -81,10 +83,17 @@ class ResumableContext(StreamContext, Protocol):
 class GenerateRuntime(PackageRuntime):
     """Runs a decoder in an engine of its own, or has its texts written by another server."""
 
-    def __init__(self, package: Package, options: LoadOptions | None = None, cache_dir: Path | None = None) -> None:
-        """cache_dir: of the engine, see Config."""
+    def __init__(
+        self,
+        package: Package,
+        options: LoadOptions | None = None,
+        cache_dir: Path | None = None,
+        gate: SafetyOrchestrator | None = None,
+    ) -> None:
+        """cache_dir: of the engine, see Config. gate: see AccelerationGate."""
         super().__init__(package, options)
         self._cache_dir: Final = cache_dir
+        self._gate: Final = gate
         self._backend: Backend | None = None
         self._free_memory: Callable[[], None] = lambda: None
 
@@ -156,7 +165,7 @@ class GenerateRuntime(PackageRuntime):
             except ConfigurationError as error:
                 raise ConfigurationError(f"{self.spec.reference}: {error}") from None
             return 0
-        return self._build_engine(device, threads)
+        return self._build_engine(manifest, device, threads)
 
     def _warm_up(self) -> None:
         # A server that is away is no reason against a version: its jobs wait for it.
@@ -164,7 +173,7 @@ class GenerateRuntime(PackageRuntime):
         if options is None or options.runtime_url is None:
             super()._warm_up()
 
-    def _build_engine(self, device: str, threads: int) -> int:
+    def _build_engine(self, manifest: Manifest, device: str, threads: int) -> int:
         import torch
 
         from penstock.workers.generation.config import Config
@@ -179,10 +188,11 @@ class GenerateRuntime(PackageRuntime):
             raise ConfigurationError(f"{spec.reference}: precision: found {self.precision}, expected fp32 or bf16")
         placed = {"precision": precision, "device": device, "cache_dir": self._cache_dir}
         options = {**spec.generate.engine_options(), **placed}
+        gate = AccelerationGate(self._gate, Subject(spec.name, spec.version, manifest.content_hash))
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            engine = Engine.from_pretrained(self._package.source_folder(), Config.from_options(options))
+            engine = Engine.from_pretrained(self._package.source_folder(), Config.from_options(options), gate=gate)
             check_template(engine.decoder.tokenizer, spec.generate.chat_template)
         except ConfigurationError as error:
             raise type(error)(f"{spec.reference}: {error}") from None

@@ -23,6 +23,7 @@ from penstock.registry.errors import BrokerUnavailable, ConfigurationError, Inva
 from penstock.registry.package import Package
 from penstock.registry.settings_sections import LATEST, InferenceConfig
 from penstock.registry.signed import Verifier
+from penstock.safety.orchestrator import SafetyOrchestrator
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.versions.active import ActiveVersions
 from penstock.workers.versions.deployment_store import DeploymentStore
@@ -55,7 +56,8 @@ class ModelLifecycle:
     records; None: no signatures are required. on_version_change: called with a model, the content hash that was active
     until now (empty: none) and the one that is active from now on. ring: wakes the I/O thread. accepts_new_models:
     whether operators may add models that the worker was not started with. deployments: the decisions that this machine
-    has followed. admits_arm: whether jobs may come to a version of a model as an arm of an experiment.
+    has followed. admits_arm: whether jobs may come to a version of a model as an arm of an experiment. gate: see
+    ServedVersion.
     """
 
     def __init__(
@@ -74,8 +76,9 @@ class ModelLifecycle:
         accepts_new_models: bool,
         deployments: DeploymentStore,
         admits_arm: Callable[[str, str], bool] = lambda name, label: True,
+        gate: SafetyOrchestrator | None = None,
     ) -> None:
-        self.table: Final = VersionTable(config, repository, packages)
+        self.table: Final = VersionTable(config, repository, packages, gate)
         self.models: Final = self.table.models
         self.turns: Final = self.table.turns
         self.loader = loader

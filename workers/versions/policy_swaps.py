@@ -97,7 +97,7 @@ class PolicySwaps:
     def _another(self, model: ServedModel, version: ServedVersion) -> ServedVersion:
         """The same version at the same endpoint, under the present policies, with the same files."""
         base = None if version.base is version else version.base
-        new = ServedVersion(version.package, self._config, model.overlay, endpoint=version.endpoint, base=base)
+        new = self._table.at_endpoint(model, version, version.endpoint, base)
         if version.calibrated_rows and not new.calibrated_rows:
             new.calibrated_rows = version.calibrated_rows
             new.queue.resize(version.calibrated_rows)

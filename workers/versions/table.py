@@ -14,6 +14,7 @@ from typing import Final
 from penstock.registry.errors import ConfigurationError, InvalidInput, PenstockError, UnknownModel
 from penstock.registry.package import Package
 from penstock.registry.settings_sections import InferenceConfig
+from penstock.safety.orchestrator import SafetyOrchestrator
 from penstock.workers.versions.repository import ModelRepository
 from penstock.workers.versions.version import ServedModel, ServedVersion, VersionState
 
@@ -29,15 +30,23 @@ class VersionTable:
     """Models by name, versions by label. The I/O thread owns it; `active`, `models` and `turns` may be read elsewhere,
     after a copy.
 
-    packages: the versions that are active at the start. repository: where other versions are found.
+    packages: the versions that are active at the start. repository: where other versions are found. gate: see
+    ServedVersion.
     """
 
-    def __init__(self, config: InferenceConfig, repository: ModelRepository, packages: Sequence[Package]) -> None:
+    def __init__(
+        self,
+        config: InferenceConfig,
+        repository: ModelRepository,
+        packages: Sequence[Package],
+        gate: SafetyOrchestrator | None = None,
+    ) -> None:
         self.models: Final[dict[str, ServedModel]] = {}
         self.turns: Final[deque[ServedVersion]] = deque()
         """All versions of all models, in the order in which they may begin their next batch."""
         self._config = config
         self._repository = repository
+        self._gate = gate
         self._registered: dict[tuple[str, str], str] = {}
         """By model and label, the content that operators registered; its files may come later."""
         for package in packages:
@@ -45,7 +54,7 @@ class VersionTable:
 
     def add(self, package: Package) -> ServedModel:
         """Add a model whose active version is this package."""
-        version = ServedVersion(package, self._config)
+        version = ServedVersion(package, self._config, gate=self._gate)
         model = self.models[package.spec.name] = ServedModel(package.spec.name, version)
         self.turns.append(version)
         return model
@@ -129,10 +138,16 @@ class VersionTable:
 
     def add_endpoint(self, model: ServedModel, version: ServedVersion, name: str) -> ServedVersion:
         """A new queue for the jobs of an endpoint, with the model of `infer` or one of its own."""
-        found = ServedVersion(version.package, self._config, model.overlay, endpoint=name, base=version)
+        found = self.at_endpoint(model, version, name, base=version)
         version.endpoints[name] = found
         self.turns.append(found)
         return found
+
+    def at_endpoint(
+        self, model: ServedModel, version: ServedVersion, name: str, base: ServedVersion | None
+    ) -> ServedVersion:
+        """The same version at an endpoint under the present policies, which is in no table. base: see ServedVersion."""
+        return ServedVersion(version.package, self._config, model.overlay, endpoint=name, base=base, gate=self._gate)
 
     def register(self, name: str, label: str, content_hash: str) -> None:
         """Operators registered this content: jobs that name the version may have it loaded."""
@@ -164,7 +179,8 @@ class VersionTable:
     def _served(self, package: Package) -> ServedVersion | None:
         model = self.models.get(package.spec.name)
         try:
-            return ServedVersion(package, self._config, model.overlay if model is not None else None)
+            overlay = model.overlay if model is not None else None
+            return ServedVersion(package, self._config, overlay, gate=self._gate)
         except (ConfigurationError, InvalidInput, UnknownModel) as error:
             _log_not_found(package.spec.name, package.spec.version, error)
             return None

@@ -27,6 +27,7 @@ from penstock.registry.package.signature import Signature
 from penstock.registry.queues import DEFAULT_ENDPOINT
 from penstock.registry.settings_sections import InferenceConfig
 from penstock.registry.tensors import Tensor
+from penstock.safety.orchestrator import SafetyOrchestrator
 from penstock.safety.routing import Arm, RoutingTable
 from penstock.workers.batching.batcher import Batch, BatchKey, Pending
 from penstock.workers.generation.served import GenerateRuntime
@@ -103,8 +104,12 @@ class ServedVersion:
         *,
         endpoint: str = DEFAULT_ENDPOINT,
         base: ServedVersion | None = None,
+        gate: SafetyOrchestrator | None = None,
     ) -> None:
-        """overlay: the knobs that operators have set, by endpoint. base: this version at `infer`; None: itself."""
+        """overlay: the knobs that operators have set, by endpoint. base: this version at `infer`; None: itself.
+
+        gate: of what makes an engine for text faster; see GenerateRuntime.
+        """
         self.package: Final = package
         self.endpoint: Final = endpoint
         self.base: ServedVersion = base or self
@@ -123,6 +128,7 @@ class ServedVersion:
         self._sharing: list[ServedVersion] = []
         """The endpoints that use this loaded model, and this one; empty: only this one does."""
         self._config = config
+        self._gate = gate
         self.pinned_hash = ""
         """The content that was promoted under this label; empty: any content on disk may be loaded."""
         self.shares_model: Final = base is not None and base.policy.load_key == self.policy.load_key
@@ -306,7 +312,9 @@ class ServedVersion:
             precision=self.policy.precision,
             warmup_requests=self._config.compilation.warmup_requests,
             runtime_hosts=self._config.runtime_hosts,
-            generate=partial(GenerateRuntime, cache_dir=self._config.compilation.cache_dir / "generation"),
+            generate=partial(
+                GenerateRuntime, cache_dir=self._config.compilation.cache_dir / "generation", gate=self._gate
+            ),
         )
 
     @property

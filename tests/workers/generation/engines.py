@@ -40,7 +40,7 @@ def open_engine(model: Any, tokenizer: Any = None, **options: Any) -> Engine:
 
 def engine_with_pages(model: Any, num_pages: int, page_size: int, **options: Any) -> Engine:
     """An engine whose requests share so many pages."""
-    page_nbytes = probe(wrap_decoder(model, None, None), page_size)
+    page_nbytes = probe(wrap_decoder(model, None, None), page_size).page_nbytes
     # Half a page more, so that no rounding takes one.
     megabytes = (num_pages + 1.5) * page_nbytes / 1e6
     engine = open_engine(model, page_size=page_size, kv_cache_mb=megabytes, **options)

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from penstock.workers.generation.attention import KeyValuePools
-from penstock.workers.generation.compiled_decoding import compiled_model, is_as_good
+from penstock.workers.generation.compiled_decoding import CompiledDecoding
+from penstock.workers.generation.logit_evidence import logit_evidence
 from penstock.workers.generation.model import Decoder, wrap_decoder
 from penstock.workers.generation.scheduler import Chunk, Sequence
 from tests.workers.generation.architectures import decoder
 from tests.workers.generation.engines import prompts_of
+from tests.workers.generation.gates import open_gate
 
 PAGE_SIZE = 4
 
@@ -34,20 +36,24 @@ def test_compiled_logits_are_those_of_the_model():
     """Torch's compiler, for a CPU here, around the attention as it is."""
     loaded, batch, pools = decoding(4)
     expected, calls = loaded.forward(batch, pools)
-    model = compiled_model(loaded, batch, pools)
+    gate, decisions = open_gate()
+    compiled = CompiledDecoding(loaded, pools, gate)
+    assert compiled.evidence(batch).reasons == ()
+    model = compiled.model_for(batch)
     assert model is not None
     found, same_calls = loaded.forward(batch, pools, model)
     assert same_calls == calls
     assert torch.allclose(found, expected, atol=1e-5)
     assert model is not loaded.model
+    assert decisions == []
 
 
 @pytest.mark.parametrize(
     ("compiled", "reason"),
-    [("raises", "RuntimeError: no compiler"), ("other logits", "the compiled model gives other logits")],
+    [("raises", "RuntimeError: no compiler"), ("other logits", "a row of logits differs by")],
 )
 def test_a_form_that_is_not_as_good_is_none(compiled, reason, monkeypatch, caplog):
-    """The model itself goes on."""
+    """The model itself goes on, without a further comparison; the record and the log say why."""
 
     def compile_(model: Any) -> Any:
         def forward(**inputs: Any) -> Any:
@@ -61,8 +67,12 @@ def test_a_form_that_is_not_as_good_is_none(compiled, reason, monkeypatch, caplo
 
     monkeypatch.setattr(torch, "compile", compile_)
     loaded, batch, pools = decoding(2)
-    assert compiled_model(loaded, batch, pools) is None
-    assert [record.__dict__["reason"] for record in caplog.records] == [reason]
+    gate, decisions = open_gate()
+    form = CompiledDecoding(loaded, pools, gate)
+    assert [form.model_for(batch), form.model_for(batch)] == [None, None]
+    assert decisions.actions == [("compiled-decoding", "disabled")]
+    assert reason in decisions[0].reason
+    assert [vars(record)["reason"] for record in caplog.records] == [decisions[0].reason]
 
 
 @pytest.mark.parametrize(
@@ -80,4 +90,7 @@ def test_each_row_is_judged(dtype, change, expected):
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     other = logits.clone()
     other[1] *= 1 + change
-    assert is_as_good(other, logits, dtype) is expected
+    evidence = logit_evidence(other, logits, dtype)
+    assert (evidence.reasons == ()) is expected
+    assert evidence.figures["token_agreement"] == (1 if change == change else pytest.approx(2 / 3))
+    assert evidence.figures["logits_difference"] == pytest.approx(change, rel=0.01, nan_ok=True)

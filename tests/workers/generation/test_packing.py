@@ -17,6 +17,7 @@ from penstock.workers.runtime.prepacked import PrepackedLinear, can_prepack, pac
 from tests.servers import leave_out
 from tests.workers.generation.architectures import decoder, reference
 from tests.workers.generation.engines import GREEDY, open_engine, prompts_of, token_ids
+from tests.workers.generation.gates import open_gate
 
 
 @pytest.mark.parametrize(
@@ -55,13 +56,13 @@ def test_packed_layers_write_the_same():
 def test_the_trial_leaves_each_layer_packed_or_as_it_was():
     """Whichever is faster here; off changes nothing."""
     model = decoder("Llama")
-    kept = Packing(model, "auto", LoadRecords(None))
+    kept = Packing(model, "auto", LoadRecords(None), open_gate()[0])
     while kept.pack_next():
         pass
     assert kept.packed == len(_packed_layers(model))
     assert all(layer.least_rows in (1, 4, 16, 64) for layer in _packed_layers(model))
     plain = decoder("Llama")
-    off = Packing(plain, "off", LoadRecords(None))
+    off = Packing(plain, "off", LoadRecords(None), open_gate()[0])
     assert (off.packed, off.layers, off.nbytes, off.pack_next()) == (0, 0, 0, False)
     assert _packed_layers(plain) == []
 
@@ -71,7 +72,8 @@ def _decided(folder: Path, rows: int | None) -> int:
     paths = [path for path in folder.iterdir() if path.name.startswith("packing-")]
     for path in paths:
         record = json.loads(path.read_text())
-        record["found"] = {"least_rows": rows}
+        problem = "" if rows else "too slow"
+        record["found"] = {**record["found"], "least_rows": rows, "gain": 1.5, "problem": problem}
         path.write_text(json.dumps(record))
     return len(paths)
 
@@ -81,7 +83,7 @@ def test_a_later_load_does_what_the_first_has_measured(rows, tmp_path):
     """It packs one weight of each shape, which the probe proves, and one weight more before each step."""
     if not can_prepack(decoder("Llama")):
         leave_out("this build of torch has no operators for packed weights")
-    Packing(decoder("Llama"), "auto", LoadRecords(tmp_path))
+    Packing(decoder("Llama"), "auto", LoadRecords(tmp_path), open_gate()[0])
     shapes = len({tuple(one.weight.shape) for one in packable(decoder("Llama"))})
     assert _decided(tmp_path, rows) == shapes
     model = decoder("Llama")
@@ -98,6 +100,25 @@ def test_a_later_load_does_what_the_first_has_measured(rows, tmp_path):
     assert list(next(one for step in written for one in step if one.finished).outputs[0].token_ids) == expected
     assert engine.packing.packed == (0 if rows is None else layers)
     assert {layer.least_rows for layer in _packed_layers(model)} == ({rows} if rows else set())
+
+
+@pytest.mark.parametrize("damage", [{"least_rows": 2}, {"gain": "fast"}, {"problem": None}, {"more": 1}])
+def test_a_record_that_no_load_has_written_is_as_none(damage: dict[str, Any], tmp_path: Path):
+    """The shapes are tried again, and recorded again."""
+    if not can_prepack(decoder("Llama")):
+        leave_out("this build of torch has no operators for packed weights")
+    Packing(decoder("Llama"), "auto", LoadRecords(tmp_path), open_gate()[0])
+    paths = [path for path in tmp_path.iterdir() if path.name.startswith("packing-")]
+    written = [json.loads(path.read_text()) for path in paths]
+    for path, record in zip(paths, written, strict=True):
+        path.write_text(json.dumps({**record, "found": {**record["found"], **damage}}))
+    gate, decisions = open_gate()
+    Packing(decoder("Llama"), "auto", LoadRecords(tmp_path), gate)
+    assert [name for name, _ in decisions.actions] == ["packed-linears"]
+    for path, record in zip(paths, written, strict=True):
+        assert json.loads(path.read_text())["found"].keys() == record["found"].keys()
+        assert json.loads(path.read_text())["found"]["problem"] is not None
+        assert json.loads(path.read_text())["found"]["gain"] != "fast"
 
 
 def test_packed_layer_that_fails_ends_no_text(caplog):
