@@ -177,10 +177,11 @@ class LocalBreakers:
     def admits(self, name: str, now_s: float) -> bool:
         """Whether the optimisation may run now: its breaker is closed, and the copy is recent enough to know."""
         copy = self._copies.get(name.partition("/")[0])
-        if copy is None or now_s - copy.read_at_s > self.max_age_s or name in self._held_back:
-            return False
-        record = copy.records.get(name)
-        return record is None or record.circuit == "closed"
+        return copy is not None and now_s - copy.read_at_s <= self.max_age_s and self.is_closed(name)
+
+    def is_closed(self, name: str) -> bool:
+        """Whether the breaker was closed when it was read last, however long ago, and nothing was reported since."""
+        return name not in self._held_back and self.record(name).is_closed
 
     def is_known(self, model: str, now_s: float) -> bool:
         """Whether the copy of this model is recent enough."""

@@ -6,7 +6,8 @@
         --> take_changes: so do the jobs that wait for the arm
 
 Nobody else has to act: the driver of the rollout may be dead, and an A/B experiment has none. The breakers of a model
-are read while it has arms. A worker whose last reading is more than a second old trusts no candidate.
+are read while it has arms. A worker that cannot read them, and whose last reading is more than a second old, trusts no
+candidate.
 """
 
 from __future__ import annotations
@@ -65,10 +66,11 @@ class ArmBreakers:
 
         The beginning of an experiment is refused while a breaker is open, and the first reading follows at once.
         """
-        if self.shared.has_read(model):
-            return self.shared.admits(_name(model, label))
-        self.shared.wake()
-        return self.shared.away_s <= MAX_COPY_AGE_S
+        if self.shared.away_s > MAX_COPY_AGE_S:
+            return False
+        if not self.shared.has_read(model):
+            self.shared.wake()
+        return self.shared.is_closed(_name(model, label))
 
     def stop(self, model: str, label: str, reason: str) -> None:
         """The arm gets no more jobs: here at once, and on the other workers within a second."""

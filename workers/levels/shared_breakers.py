@@ -88,8 +88,9 @@ class SharedBreakers:
         self._wake = threading.Event()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name=thread, daemon=True)
-        self._away_since: float | None = None
-        """When the broker was first found away; None: it answers."""
+        self._read_at = clock()
+        """When the last exchange with the broker began in which it answered."""
+        self._is_away = False
         self.dropped = 0
         """Reports for which there was no room while the broker was away."""
 
@@ -117,6 +118,10 @@ class SharedBreakers:
     def admits(self, name: str) -> bool:
         """Whether this optimisation may run the next batch. Memory only."""
         return self._local.admits(name, self._clock())
+
+    def is_closed(self, name: str) -> bool:
+        """Whether the breaker was closed when it was read last, and nothing was reported since. Memory only."""
+        return self._local.is_closed(name)
 
     def take_probe(self, name: str) -> str:
         """The id of the probe that this worker was granted, once; empty without one. Tell its outcome with the id."""
@@ -154,9 +159,8 @@ class SharedBreakers:
 
     @property
     def away_s(self) -> float:
-        """For how many seconds the broker has not answered; 0 while it does."""
-        since = self._away_since
-        return 0.0 if since is None else self._clock() - since
+        """How old the last reading is while the broker does not answer, in seconds; 0 while it does."""
+        return self._clock() - self._read_at if self._is_away else 0.0
 
     # Its thread
 
@@ -172,7 +176,7 @@ class SharedBreakers:
 
         For tests as well, which are the thread then.
         """
-        models = self._models()
+        models, begun_at = self._models(), self._clock()
         self._local.keep(models)
         try:
             self._send_reports()
@@ -181,11 +185,11 @@ class SharedBreakers:
             self._send_reports()
             self._ask_for_probes()
         except BrokerUnavailable as error:
-            if self._away_since is None:
+            if not self._is_away:
                 logger.warning("circuit breakers cannot be read, the plain path serves: %s", error)
-                self._away_since = self._clock()
+                self._is_away = True
             return False
-        self._away_since = None
+        self._read_at, self._is_away = begun_at, False
         return True
 
     def _report(self, name: str, send: Callable[[BreakerEnd], BreakerTransition], *, may_open: bool = True) -> None:
