@@ -30,6 +30,7 @@ from typing import Final, Literal, NamedTuple
 from penstock.registry.broker.breakers import BreakerEnd, BreakerRecord, split_breaker_name
 from penstock.registry.settings_sections import InferenceConfig
 from penstock.safety.alerts import Alert, Alerts, breaker_alert
+from penstock.safety.drift import DriftLimits
 from penstock.safety.golden_archive import GoldenArchive
 from penstock.safety.golden_store import GoldenStore
 from penstock.safety.hysteresis import StateChange
@@ -124,6 +125,7 @@ class InferenceOptimizer:
             validators=validators,
             withholds_texts=config.withholds_texts,
             redact=self._redactor.redact,
+            drift=DriftLimits.of(config.safety),
         )
         self._archiving = GoldenArchiving(archive, clock) if archive is not None else None
         self._breakers: FormBreakers | None = None
@@ -133,6 +135,8 @@ class InferenceOptimizer:
                 self._guarded_models,
                 self._breaker_changed,
                 clock,
+                config=config.safety,
+                forms=self._breakers_of_forms,
                 on_trip=self._breaker_tripped,
                 on_transition=self._form_switched,
             )
@@ -394,6 +398,12 @@ class InferenceOptimizer:
         with self._lock:
             attached = list(self._attached.values())
         return sorted({version.key.model for version in attached if version.has_used_a_form})
+
+    def _breakers_of_forms(self) -> set[str]:
+        """The breakers of the forms that this worker has a model for."""
+        with self._lock:
+            attached = list(self._attached.values())
+        return {version.breaker_of(step) for version in attached for step in version.steps if is_form(step)}
 
     def _is_open(self, version: AttachedVersion, step: str) -> bool:
         return self._breakers is not None and is_form(step) and self._breakers.is_open(version.breaker_of(step))

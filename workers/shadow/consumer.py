@@ -20,7 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -81,6 +81,10 @@ class ComparedPair:
     comparison: PairComparison
     form: str = ""
     """Of the candidate; empty: the version as its author built it."""
+    content_hash: str = ""
+    """Of the candidate's package."""
+    shadow: str = ""
+    """The id of the shadow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -406,7 +410,7 @@ class ShadowWorker:
                 "served_ms_per_row": pair.header.compute_ms / max(1, pair.header.batch_rows),
                 "candidate_ms_per_row": seconds * 1e3 / max(1, rows),
             }
-            compared.append((pair, PairComparison(found.outcome, found.reason, figures)))
+            compared.append((pair, replace(found, figures=figures)))
             judged.append(_judged(pair, own, seconds / max(1, rows)))
         self._settle(running, [], compared, judged)
 
@@ -425,11 +429,9 @@ class ShadowWorker:
         for each, is_counted in zip(settled, counted, strict=True):
             if is_counted:
                 self._metrics.shadow_compared(self.model, running.order.candidate, each.outcome)
-        candidate, form = running.order.candidate, running.order.form
         for (pair, comparison), is_counted in zip(compared, counted[len(others) :], strict=True):
             if is_counted:
-                header, at_ms = pair.header, pair.taken.at_ms
-                self._options.on_compared(ComparedPair(header.id, at_ms, candidate, header.version, comparison, form))
+                self._options.on_compared(_compared(running, pair, comparison))
         self._judge(
             running, [pair for pair, is_counted in zip(judged, counted[len(others) :], strict=True) if is_counted]
         )
@@ -512,6 +514,20 @@ def _groups(running: _Running, readable: Sequence[_Readable]) -> list[list[_Read
             batches.append([])
         batches[-1].append(pair)
     return [batch for batches in groups.values() for batch in batches]
+
+
+def _compared(running: _Running, pair: _Readable, comparison: PairComparison) -> ComparedPair:
+    order, header = running.order, pair.header
+    return ComparedPair(
+        header.id,
+        pair.taken.at_ms,
+        order.candidate,
+        header.version,
+        comparison,
+        order.form,
+        running.candidate.content_hash,
+        order.id,
+    )
 
 
 def _judged(pair: _Readable, candidate: Mapping[str, Array] | NoOutputs, seconds_per_row: float = 0.0) -> Pair:
