@@ -177,7 +177,7 @@ def test_breaker_is_opened_when_the_broker_is_back():
 
 @pytest.mark.parametrize("other", [{"candidate": "3"}, {"form": "int8"}, {"shadow": "b"}])
 def test_another_candidate_begins_anew(other: dict[str, str]):
-    """Its figures are its own: the window of the last candidate says nothing about them, nor that of the last shadow."""
+    """Its figures are its own: neither the window of the last candidate nor that of the last shadow counts."""
     shadow = _Shadow()
     shadow.compare(300)
     shadow.compare(300, shift=-0.0005, **other)
