@@ -6,7 +6,7 @@
                                                         '--> merged --> verdict --> the gate's record
 
 The verdict comes as soon as it is sure, after enough pairs, or at the time-out. A shadow that this command has started
-ends with it. A FAIL opens the breaker of the version, and is one alert; see canary_failures.py.
+ends with it. A FAIL opens the breaker of the candidate, and is one alert; see canary_failures.py.
 """
 
 from __future__ import annotations

@@ -118,6 +118,9 @@ def test_each_pair_is_compared_once_and_deleted(open_shadow: OpenShadow):
     state = shadow.end.state(shadow.model)
     assert (state.pairs, state.flow["bytes"]) == (0, "0")
     assert [each.comparison.outcome for each in shadow.compared] == ["pass"] * 3 + ["fail"]
+    assert {(each.shadow, each.candidate, each.version) for each in shadow.compared} == {(shadow.order.id, "1", "2")}
+    assert {each.comparison.worse_sides["y.max_delta"] for each in shadow.compared} == {"higher"}
+    assert all(len(each.content_hash) == 64 for each in shadow.compared)
     assert [json.loads(point)["outcome"] for point in state.series] == ["pass"] * 3 + ["fail"]
     assert state.report["f:served_ms_per_row"].split()[:2] == ["4", "2"]
     (worst,) = shadow.worst()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ class _Memory:
 class _Shadow:
     """Pairs of a model, with the cosine and the latency that the test says."""
 
-    def __init__(self, *, store: DriftStore | None = None, **config: object) -> None:
+    def __init__(self, store: DriftStore | None = None, config: Mapping[str, float] = {}) -> None:
         self.breakers = _Breakers(lambda: 0)
         self.alerts: list[Alert] = []
         self.metrics = InferenceMetrics((1.0,))
@@ -176,7 +177,7 @@ def test_breaker_is_opened_when_the_broker_is_back():
 
 
 @pytest.mark.parametrize("other", [{"candidate": "3"}, {"form": "int8"}, {"shadow": "b"}])
-def test_another_candidate_begins_anew(other: dict[str, str]):
+def test_another_candidate_begins_anew(other: dict[str, Any]):
     """Its figures are its own: neither the window of the last candidate nor that of the last shadow counts."""
     shadow = _Shadow()
     shadow.compare(300)
@@ -198,8 +199,8 @@ def test_drift_in_the_next_shadow_of_a_candidate_is_told_again():
 # The settings
 
 
-def _opens(shift: float, *, reference: int = 300, changed: int = 60, **config: object) -> bool:
-    shadow = _Shadow(**config)
+def _opens(shift: float, *, reference: int = 300, changed: int = 60, **config: float) -> bool:
+    shadow = _Shadow(config=config)
     shadow.compare(reference)
     shadow.compare(changed, shift=shift)
     return bool(shadow.circuits)
