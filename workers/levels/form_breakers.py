@@ -18,7 +18,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Final
 
-from penstock.registry.broker.breakers import BreakerEnd, BreakerRecord
+from penstock.registry.broker.breakers import BreakerEnd, BreakerRecord, split_breaker_name
+from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.settings_sections import SafetyConfig
 from penstock.safety.hysteresis import Hysteresis, HysteresisLimits, HysteresisState, StateChange
 from penstock.safety.validators import Verdict
@@ -30,9 +31,9 @@ __all__ = ["FormBreakers"]
 class FormBreakers:
     """The breakers of one worker's forms, by `model/version:form`. Its methods are for any thread.
 
-    models: those with a form in use, or with one that was tripped. forms: the breakers of the forms that this worker
-    could try. on_change: is told (name, record) on a thread of its own when a breaker has opened or closed, on
-    whichever worker. on_trip: is told (name, record) on that thread, on the one worker whose report opened it.
+    models: those with a form in use, or with one that was tripped or found open. forms: the breakers of the forms that
+    this worker could try. on_change: is told (name, record) on a thread of its own when a breaker has opened or closed,
+    on whichever worker. on_trip: is told (name, record) on that thread, on the one worker whose report opened it.
     on_transition: is told (name, change) when a form goes on or off here. clock: monotonic seconds.
     """
 
@@ -48,6 +49,7 @@ class FormBreakers:
         on_trip: Callable[[str, BreakerRecord], None] = lambda name, record: None,
         on_transition: Callable[[str, StateChange], None] = lambda name, change: None,
     ) -> None:
+        self._end = end
         self._limits: Final = HysteresisLimits.of(config)
         self._forms = forms
         self._on_change = on_change
@@ -73,8 +75,16 @@ class FormBreakers:
         return self.shared.admits(name)
 
     def is_open(self, name: str) -> bool:
-        """Whether the breaker was not closed when it was read last."""
-        return not self.shared.record(name).is_closed
+        """Whether the breaker was not closed when it was read last. A model whose breakers are not read is asked about
+        now, which waits for the broker; while that is away, a form is no better known, and `admits` refuses it.
+        """
+        model = split_breaker_name(name)[0]
+        if self.shared.has_read(model):
+            return not self.shared.record(name).is_closed
+        try:
+            return not self._end.breakers(model).records.get(name, BreakerRecord()).is_closed
+        except BrokerUnavailable:
+            return False
 
     def switched_on(self, name: str) -> None:
         """The gate has switched the form on here."""

@@ -394,10 +394,12 @@ class InferenceOptimizer:
         self._metrics.transition(model, version, form, "on" if change.is_on else "off")
 
     def _guarded_models(self) -> list[str]:
-        """The models whose breakers are read: those with a form that is or was in use."""
+        """The models whose breakers are read: those with a form that was ever in use, or that waits for its breaker."""
         with self._lock:
             attached = list(self._attached.values())
-        return sorted({version.key.model for version in attached if version.has_used_a_form})
+        return sorted(
+            {version.key.model for version in attached if version.has_used_a_form or version.has_met_an_open_breaker}
+        )
 
     def _breakers_of_forms(self) -> set[str]:
         """The breakers of the forms that this worker has a model for."""
@@ -406,7 +408,10 @@ class InferenceOptimizer:
         return {version.breaker_of(step) for version in attached for step in version.steps if is_form(step)}
 
     def _is_open(self, version: AttachedVersion, step: str) -> bool:
-        return self._breakers is not None and is_form(step) and self._breakers.is_open(version.breaker_of(step))
+        if self._breakers is None or not is_form(step) or not self._breakers.is_open(version.breaker_of(step)):
+            return False
+        version.has_met_an_open_breaker = True
+        return True
 
     def _breaker_changed(self, name: str, record: BreakerRecord) -> None:
         """A breaker has opened or closed, on this worker or on another one. Called on the breakers' thread."""

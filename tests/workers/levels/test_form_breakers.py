@@ -240,7 +240,7 @@ def test_the_plain_path_serves_while_the_breakers_cannot_be_read(fleet: _Fleet):
 
 
 def test_a_worker_that_starts_later_does_not_use_what_is_off(fleet: _Fleet, tmp_path: Path):
-    """It has never seen the failure."""
+    """It has never seen the failure. It does not even build the form, and takes part in its probes later."""
     fleet.is_broken = True
     fleet.first.serve(1)
     fleet.turn()
@@ -253,6 +253,26 @@ def test_a_worker_that_starts_later_does_not_use_what_is_off(fleet: _Fleet, tmp_
     third.settle()
     assert third.runtime.forms.name == "eager"
     assert not fleet._serves(third)
+    assert (actions(third), third.optimizer.tick()) == ([], False)
+    fleet.clock.now += MIN_OFF_S + 10
+    for _ in range(3):
+        third.optimizer._breakers.shared.turn()
+        third.settle()
+    assert (actions(third), fleet._serves(third)) == (["enabled"], True)
+
+
+def test_form_is_tried_while_the_breakers_cannot_be_asked_about(tmp_path: Path):
+    """Its trial needs no broker, and no job comes to it before its breaker was read."""
+    fleet = _Fleet(tmp_path)
+    fleet.breakers.is_away = True
+    third = fleet._worker(tmp_path / "third")
+    third.serve(61)
+    third.settle()
+    assert (actions(third), fleet._serves(third)) == (["enabled"], False)
+    fleet.breakers.is_away = False
+    assert third.optimizer._breakers is not None
+    third.optimizer._breakers.shared.turn()
+    assert fleet._serves(third)
 
 
 def test_audit_log_alone_gives_what_each_worker_runs(fleet: _Fleet):
