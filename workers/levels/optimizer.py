@@ -21,7 +21,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -191,7 +191,7 @@ class InferenceOptimizer:
                 _new_goldens(self._redactor) if has_goldens else None,
                 self._sampler(runtime) if has_goldens else None,
             ),
-            self._steps_of(runtime, max_rows, keeps_inputs=keeps_inputs),
+            _steps_of(runtime, self._trials.forms_of(runtime), max_rows, keeps_inputs=keeps_inputs),
             _max_level_of(config, spec.max_level),
             max_rows,
             self.log.earlier(decision_key),
@@ -273,19 +273,6 @@ class InferenceOptimizer:
         if not share or not isinstance(runtime, Tunable):
             return None
         return SpotSampler(runtime.forms, share, random=self._random, clock=self._clock)
-
-    def _steps_of(self, runtime: Runtime, max_rows: int, *, keeps_inputs: bool) -> tuple[str, ...]:
-        steps = []
-        if isinstance(runtime, Tokenising) and keeps_inputs:
-            tokeniser = runtime.tokeniser
-            has_threads = tokeniser is not None and tokeniser.max_threads > 1
-            steps += [TOKENIZER_CACHE, *([TOKENIZER_POOL] if has_threads else [])]
-        # A model without a copy for this thread cannot be tried beside the traffic.
-        if max_rows > 1 and isinstance(runtime, Tunable):
-            steps.append(BATCHING)
-        # Quick builds come first: once one of them is in use, a long build may not be worth its time.
-        forms = sorted(self._trials.forms_of(runtime), key=lambda name: THRESHOLDS[name].min_forward_s)
-        return (*steps, *forms)
 
     def _advance(self, version: AttachedVersion) -> bool:
         """Tries the first step whose criterion holds; False when there is none."""
@@ -496,6 +483,20 @@ class InferenceOptimizer:
         decision = self._trials.run(version, step).decision(step, "measured")
         version.measured[step] = decision
         return described(decision).replace("enabled", "would be enabled")
+
+
+def _steps_of(runtime: Runtime, forms: Sequence[str], max_rows: int, *, keeps_inputs: bool) -> tuple[str, ...]:
+    """In the order in which they are tried. forms: those that the runtime may have here."""
+    steps = []
+    if isinstance(runtime, Tokenising) and keeps_inputs:
+        tokeniser = runtime.tokeniser
+        has_threads = tokeniser is not None and tokeniser.max_threads > 1
+        steps += [TOKENIZER_CACHE, *([TOKENIZER_POOL] if has_threads else [])]
+    # A model without a copy for this thread cannot be tried beside the traffic.
+    if max_rows > 1 and isinstance(runtime, Tunable):
+        steps.append(BATCHING)
+    # Quick builds come first: once one of them is in use, a long build may not be worth its time.
+    return (*steps, *sorted(forms, key=lambda name: THRESHOLDS[name].min_forward_s))
 
 
 def _max_level_of(config: InferenceConfig, own: int | None) -> int:
