@@ -6,8 +6,8 @@
                                                         '--> merged --> verdict --> the gate's record
 
 The verdict comes as soon as it is sure, after enough pairs, or at the time-out. A shadow that this command has started
-ends with it. A FAIL opens the breaker of the version, and is one alert; see canary_failures.py. A PASS closes it, once
-its pause is over; see canary_passes.py.
+ends with it. A FAIL opens the breaker of the candidate, and is one alert; see canary_failures.py. A PASS closes that of
+a version, once its pause is over; see canary_passes.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, Final
 from penstock.compose import shadow as shadows
 from penstock.compose.canary_failures import CanaryFailures, opened_failures
 from penstock.compose.canary_gate import record_verdict
-from penstock.compose.canary_passes import readmit, recorded_in
+from penstock.compose.canary_passes import CanaryPasses
 from penstock.compose.candidates import CheckedCandidate, checked_candidate
 from penstock.compose.rollout.active_version import active_deployment
 from penstock.compose.rollout.operator_keys import operator_keys
@@ -151,7 +151,7 @@ def _readmitted(
 ) -> float | None:
     """Closes the breaker of the version. Returns the seconds for which it stays open; None: it is closed."""
     with closing(RedisBreakers.from_url(settings.redis_url or "", timeout_s=_TIMEOUT_S)) as breakers:
-        wait_s = readmit(breakers, candidate, verdict, since_ms, recorded_in(settings))
+        wait_s = CanaryPasses.of(settings, breakers).readmit(candidate, verdict, since_ms)
     return round(wait_s, 3) if 0 < wait_s < inf else None
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from penstock.compose.rollout.operator_keys import operator_keys
 from penstock.compose.views.overview import workers
 from penstock.registry.broker.base import FleetEnd
+from penstock.registry.broker.breakers import CANDIDATE
 from penstock.registry.deployment import Deployment
 from penstock.registry.errors import (
     ConfigurationError,
@@ -44,6 +45,11 @@ class CheckedCandidate:
     form: str
     content_hash: str
     active: str
+
+    @property
+    def optimisation(self) -> str:
+        """In the name of the breaker that opens when the candidate fails: that of the form, or of the whole version."""
+        return self.form or CANDIDATE
 
 
 def checked_candidate(

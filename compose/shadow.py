@@ -13,7 +13,7 @@ import socket
 import threading
 from contextlib import closing, suppress
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from penstock.compose.canary_gate import record_verdict
 from penstock.compose.candidates import CheckedCandidate, checked_candidate
@@ -36,14 +36,21 @@ from penstock.registry.settings import Settings
 from penstock.registry.shadow import CANARY_PAIRS, ShadowOrder
 from penstock.safety.audit import STATE_CHANGE
 from penstock.safety.canary import CanaryState, CanaryVerdict
+from penstock.safety.drift import DriftLimits
 from penstock.safety.shadow_report import report_of
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.versions.repository import DiskRepository
+
+if TYPE_CHECKING:
+    from penstock.safety.alerts import Alerts
+    from penstock.workers.shadow.consumer import ComparedPair
+    from penstock.workers.shadow.drift import CandidateWatch
 
 __all__ = ["canary_of", "merged_canary", "report", "serve_shadow", "start", "status", "stop"]
 
 _TIMEOUT_S: Final = 5.0
 _MOST_EXAMPLES: Final = 10
+_DRIFTED: Final = "it drifted in the shadow"
 
 logger = logging.getLogger("penstock.shadow")
 
@@ -125,7 +132,8 @@ def report(settings: Settings, model: str) -> dict[str, Any]:
     if not state.report:
         raise UnknownModel(f"{model} has had no shadow. Expected `penstock shadow start {model}` first")
     worst = [json.loads(example) for example in state.worst[:_MOST_EXAMPLES]]
-    found = {**_status(model, state, now_ms), **report_of(state.report, state.series), "worst": worst}
+    limits = DriftLimits.of(settings.inference.safety)
+    found = {**_status(model, state, now_ms), **report_of(state.report, state.series, limits), "worst": worst}
     return {**found, "canary": canary_of(state)}
 
 
@@ -154,13 +162,12 @@ def serve_shadow(
     """
     # Here: the other commands load no part of a worker.
     from penstock.compose.canary_failures import CanaryFailures
-    from penstock.compose.canary_passes import readmit, recorded_in
+    from penstock.compose.canary_passes import CanaryPasses
     from penstock.safety.alert_hooks import open_alerts
     from penstock.safety.payload_keys import envelope_keys
     from penstock.safety.validator_registry import ValidatorRegistry
     from penstock.workers.process.background import give_way
     from penstock.workers.shadow.consumer import ShadowOptions, ShadowWorker
-    from penstock.workers.shadow.drift import CandidateWatch
 
     parse_name("model", model)
     if gives_way:
@@ -171,23 +178,23 @@ def serve_shadow(
     validators = ValidatorRegistry()
     validators.load_entry_points()
     opened = open_alerts(settings, metrics.alert)
-    breakers = _breakers(settings)
-    failures = CanaryFailures(breakers, opened.alerts, metrics)
+    breakers, end = _breakers(settings), _end(settings)
+    failures = CanaryFailures.of(settings, breakers, opened.alerts, metrics, reaches_stores=False)
+    passes = CanaryPasses.of(settings, breakers, reaches_stores=False)
+    watch = _watch(settings, model, breakers, end, opened.alerts, metrics)
     options = ShadowOptions(
         validators=validators,
         consumer=f"shadow@{socket.gethostname()}:{secrets.token_hex(4)}",
         device=device,
         verify=operator_keys(settings).verify if settings.operator_public_keys else None,
         on_verdict=partial(_record_verdict, settings, metrics),
-        on_pass=lambda order, verdict, since_ms: readmit(
-            breakers, _candidate(order, ""), verdict, since_ms, recorded_in(settings)
-        ),
+        on_pass=lambda order, content, verdict, since_ms: passes.readmit(_candidate(order, content), verdict, since_ms),
         on_failure=lambda order, content, verdict: failures.stop(_candidate(order, content), verdict),
         on_ended=lambda order, content, verdict: failures.tell(_candidate(order, content), verdict, order.id),
         is_stopping=is_stopping,
-        on_compared=CandidateWatch(model, breakers, metrics, opened.alerts).observe,
+        on_compared=watch.observe,
     )
-    with closing(opened), closing(breakers), closing(_end(settings)) as end:
+    with closing(opened), closing(breakers), closing(end), closing(watch):
         worker = ShadowWorker(
             end, model, DiskRepository.of(settings), settings.inference, envelope_keys(settings), metrics, options
         )
@@ -195,6 +202,26 @@ def serve_shadow(
             worker.run()
         finally:
             worker.close()
+
+
+def _watch(
+    settings: Settings,
+    model: str,
+    breakers: RedisBreakers,
+    end: RedisShadow,
+    alerts: Alerts,
+    metrics: InferenceMetrics,
+) -> CandidateWatch:
+    """Looks for drift, with the limits, the audit log and the stored state of the settings."""
+    from penstock.compose.breaker_audit import record_opening
+    from penstock.workers.shadow.drift import CandidateWatch, DriftStore
+
+    def record(pair: ComparedPair, reason: str) -> None:
+        drifted = CheckedCandidate(model, pair.candidate, pair.form, pair.content_hash, pair.version)
+        record_opening(settings, drifted, _DRIFTED, reason, reaches_stores=False)
+
+    store = DriftStore(partial(end.drift, model), partial(end.note_drift, model))
+    return CandidateWatch(model, breakers, metrics, alerts, settings.inference.safety, store=store, on_drift=record)
 
 
 def _record_verdict(

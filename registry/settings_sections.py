@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from penstock.registry.broker.breakers import BreakerLimits
 from penstock.registry.broker.broker_url import parse_broker_url
 from penstock.registry.errors import ConfigurationError, InvalidInput
 from penstock.registry.patterns import compile_pattern
@@ -463,6 +464,63 @@ class SafetyConfig(Section):
         repr=False,
         description="URLs that get each safety alert as a signed webhook; they may hold secrets",
     )
+    min_off_s: float = Field(
+        default=300.0, ge=1, le=604_800, description="Shortest time off of an optimized form whose breaker has opened"
+    )
+    max_off_s: float = Field(
+        default_factory=lambda known: max(3600.0, known["min_off_s"]),
+        le=604_800,
+        description="Longest time off: it doubles when a form goes off again soon after its return, and is this long "
+        "after a canary has refused the form; unset: 3600, or min_off_s if that is more",
+    )
+    min_on_s: float = Field(
+        default=60.0, ge=0, le=604_800, description="Shortest time on of a form before failed spot checks switch it off"
+    )
+    min_passes: int = Field(
+        default=3, ge=1, le=100, description="PASS trials in a row that a form needs to come back after its time off"
+    )
+    breaker_failures: int = Field(
+        default=3, ge=1, le=1000, description="Failures of a form without a fallback that open its breaker"
+    )
+    breaker_window_s: float = Field(
+        default=60.0, ge=1, le=86_400, description="Time within which these failures have to be"
+    )
+    probe_lease_s: float = Field(
+        default=600.0,
+        ge=1,
+        le=86_400,
+        description="Time that a worker has for the trials of a form that may come back; then another worker tries it",
+    )
+    drift_smoothing: float = Field(
+        default=0.05, gt=0, le=1, description="Weight of the newest comparison in the chart (EWMA) that looks for drift"
+    )
+    drift_width: float = Field(
+        default=5.5, gt=0, le=100, description="Control limit of the chart in standard deviations: lower finds more"
+    )
+    drift_reference_size: int = Field(
+        default=200, ge=20, le=2000, description="Comparisons of the reference window; before its end no drift is found"
+    )
+    drift_adwin_delta: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Confidence of ADWIN, which finds small lasting changes that the chart misses, such as 0.002; 0: "
+        "without ADWIN",
+    )
+
+    @field_validator("max_off_s")
+    @classmethod
+    def _refuse_less_than_the_shortest_time(cls, value: float, info: ValidationInfo) -> float:
+        if value < (least := info.data.get("min_off_s", 0.0)):
+            raise ValueError(f"expected at least min_off_s, which is {least:g}")
+        return value
+
+    @property
+    def breaker_limits(self) -> BreakerLimits:
+        """Those of the breakers of forms and of candidates."""
+        times_s = (self.breaker_window_s, self.min_off_s, self.probe_lease_s)
+        window_ms, open_ms, probe_ms = (int(seconds * 1000) for seconds in times_s)
+        return BreakerLimits(self.breaker_failures, window_ms, open_ms, probe_ms)
 
 
 class InferenceConfig(Section):

@@ -5,28 +5,25 @@ A candidate that is stopped is stopped without a record, too. One that comes bac
 
 from __future__ import annotations
 
-from typing import Final
-
-from penstock.registry.broker.breakers import split_breaker_name
+from penstock.registry.broker.breakers import CANDIDATE, breaker_name
 from penstock.safety.audit import STATE_CHANGE, AuditLogger
+from penstock.safety.orchestrator import Action, Subject
 
-__all__ = ["audit_readmitted", "audit_stopped"]
-
-_LEVEL: Final = 0
-"""A version has no optimization level of its own."""
+__all__ = ["audit_candidate"]
 
 
-def audit_stopped(log: AuditLogger, name: str, reason: str, *, by: str) -> None:
-    """The breaker of this name has opened. by: what opened it: `canary`, `drift` or `failures`. Raises OSError."""
-    _log(log, name, "disabled", reason, by)
+def audit_candidate(
+    log: AuditLogger, subject: Subject, action: Action, criterion: str, reason: str, *, optimisation: str = CANDIDATE
+) -> None:
+    """Records that the breaker of a version, or of its form, has opened (disabled) or is about to close (enabled).
 
-
-def audit_readmitted(log: AuditLogger, name: str, reason: str, *, by: str) -> None:
-    """The breaker of this name is about to close. by: what closes it. Raises OSError: then it must not."""
-    _log(log, name, "enabled", reason, by)
-
-
-def _log(log: AuditLogger, name: str, result: str, reason: str, by: str) -> None:
-    model, local = split_breaker_name(name)
-    version = local.partition(":")[0]
-    log.log_event(STATE_CHANGE, model, local, result, {"version": version, "level": _LEVEL, "reason": reason, "by": by})
+    criterion: who has decided. Raises OSError.
+    """
+    details = {
+        "version": subject.version,
+        "content_hash": subject.content_hash,
+        "breaker": breaker_name(subject.model, subject.version, optimisation),
+        "criterion": criterion,
+        "reason": reason,
+    }
+    log.log_event(STATE_CHANGE, subject.model, optimisation, action, details)

@@ -22,23 +22,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import isfinite, log, nan, sqrt
 from statistics import NormalDist
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
 from penstock.registry.errors import InvalidInput, described
+from penstock.registry.settings_sections import SafetyConfig
+from penstock.safety.validators import WorseSide
 
-__all__ = ["Adwin", "DriftAlert", "DriftLimits", "DriftMonitor", "Ewma", "Reference", "WorseSide"]
+__all__ = ["Adwin", "DriftAlert", "DriftLimits", "DriftMonitor", "Ewma", "Reference"]
 
-WorseSide: TypeAlias = Literal["lower", "higher", "either"]
-"""The direction in which the metric gets worse: a cosine lower, an error higher."""
 _SIDES: Final = ("lower", "higher", "either")
 _STANDARD: Final = NormalDist()
+_MOST_COUNTED: Final = 10**9
+"""Of a stored state: by then the weight of the first values is zero."""
+_MOST_ROWS: Final = 50
+"""Of a stored window of ADWIN: 2 ** 50 values are more than a candidate ever has."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriftLimits:
     """smoothing: the weight of the newest value, in (0, 1]; a shift is seen after some 1 / smoothing values. width: the
-    control limit in standard deviations of the smoothed score. min_reference: values of a usable reference window.
-    max_reference: so many of them are kept. adwin_delta: the confidence of ADWIN; None: without it.
+    control limit in standard deviations of the smoothed score. reference_size: values of the reference window, and
+    the fewest of one that is given. adwin_delta: the confidence of ADWIN; None: without it.
 
     By default a shift of two standard deviations is found within 50 values, and a steady series alarms less than once
     in 100,000: `python -m tests.benchmarks --only drift` measures both. Raises InvalidInput.
@@ -46,8 +50,7 @@ class DriftLimits:
 
     smoothing: float = 0.05
     width: float = 5.5
-    min_reference: int = 200
-    max_reference: int = 2000
+    reference_size: int = 200
     adwin_delta: float | None = None
 
     def __post_init__(self) -> None:
@@ -55,13 +58,20 @@ class DriftLimits:
             raise InvalidInput(f"smoothing is {self.smoothing:g}. Expected more than 0 and at most 1")
         if not 0 < self.width < float("inf"):
             raise InvalidInput(f"width is {self.width:g}. Expected a positive number")
-        if not 2 <= self.min_reference <= self.max_reference:
-            raise InvalidInput(
-                f"min_reference is {self.min_reference} and max_reference {self.max_reference}. "
-                "Expected 2 <= min_reference <= max_reference"
-            )
+        if self.reference_size < 2:
+            raise InvalidInput(f"reference_size is {self.reference_size}. Expected at least 2 values")
         if self.adwin_delta is not None and not 0 < self.adwin_delta < 1:
             raise InvalidInput(f"adwin_delta is {self.adwin_delta:g}. Expected a number between 0 and 1")
+
+    @classmethod
+    def of(cls, config: SafetyConfig) -> DriftLimits:
+        """The limits of the settings."""
+        return cls(
+            config.drift_smoothing,
+            config.drift_width,
+            config.drift_reference_size,
+            config.drift_adwin_delta or None,
+        )
 
 
 class Ewma:
@@ -139,7 +149,7 @@ class DriftAlert:
 
 @dataclass(slots=True)
 class DriftMonitor:
-    """Watches one metric of one candidate. The first `min_reference` values are its reference, unless one is given.
+    """Watches one metric of one candidate. The first values are its reference, unless one is given.
 
     A monitor alerts once; `reset` lets it begin anew. NaN and infinity count as the worst value: a validator that gets
     no figure has not got a good one.
@@ -206,7 +216,7 @@ class DriftMonitor:
         self._begin()
 
     def as_data(self) -> dict[str, Any]:
-        """The state as plain data, for a worker that restarts; see `from_data`. ADWIN begins anew."""
+        """The state as plain data, for a worker that restarts; see `from_data`. Of the alert it has nothing."""
         return {
             "metric": self.metric,
             "worse": self.worse,
@@ -214,23 +224,33 @@ class DriftMonitor:
             "is_complete": self.reference is not None,
             "score": self._ewma.value,
             "count": self._ewma.count,
+            "adwin": self._adwin.as_data() if self._adwin is not None else None,
         }
 
     @classmethod
     def from_data(cls, data: dict[str, Any], limits: DriftLimits | None = None) -> DriftMonitor:
-        """The monitor of `as_data`. Raises InvalidInput for data of another form."""
+        """The monitor of `as_data`. A drift that lasts alerts again.
+
+        Raises InvalidInput for data of another form, and for a reference window that is too small for these limits.
+        """
         try:
-            monitor = cls(data["metric"], data["worse"], limits or DriftLimits())
+            monitor = cls(str(data["metric"]), data["worse"], limits or DriftLimits())
             values = [float(value) for value in data["reference"]]
-            score, count = float(data["score"]), int(data["count"])
-            is_complete = bool(data["is_complete"])
-        except (KeyError, TypeError, ValueError):
+            score, count = float(data["score"]), min(int(data["count"]), _MOST_COUNTED)
+            is_complete, adwin = bool(data["is_complete"]), data["adwin"]
+            if not isfinite(score) or count < 0:
+                raise ValueError
+            if is_complete:
+                monitor.reset(Reference(values))
+                monitor._ewma = Ewma(monitor.limits.smoothing, score, count)
+                if adwin is not None and monitor.limits.adwin_delta is not None:
+                    monitor._adwin = Adwin.from_data(adwin, monitor.limits.adwin_delta)
+            else:
+                monitor._window = list(Reference(values).values)
+        except InvalidInput:
+            raise
+        except (ArithmeticError, LookupError, TypeError, ValueError):
             raise InvalidInput("The state of a drift monitor is not usable. Expected that of as_data") from None
-        if is_complete:
-            monitor.reset(Reference(values))
-            monitor._ewma = Ewma(monitor.limits.smoothing, score, count)
-        else:
-            monitor._window = values
         return monitor
 
     def _begin(self) -> None:
@@ -244,17 +264,16 @@ class DriftMonitor:
             # It is a failure of the candidate, which the canary counts. A reference has finite values only.
             return
         self._window.append(value)
-        if len(self._window) >= self.limits.min_reference:
+        if len(self._window) >= self.limits.reference_size:
             self.reference, self._window = Reference(self._window), []
 
     def _is_worse(self, change: float) -> bool:
         return self.worse == "either" or (change < 0) == (self.worse == "lower")
 
     def _check(self, reference: Reference) -> None:
-        if not self.limits.min_reference <= len(reference) <= self.limits.max_reference:
+        if len(reference) < (least := self.limits.reference_size):
             raise InvalidInput(
-                f"The reference window of {self.metric} has {len(reference)} values. Expected "
-                f"{self.limits.min_reference} to {self.limits.max_reference}"
+                f"The reference window of {self.metric} has {len(reference)} values. Expected at least {least}"
             )
 
 
@@ -308,6 +327,24 @@ class Adwin:
             found = found or cut
             self._drop_oldest()
         return found
+
+    def as_data(self) -> dict[str, Any]:
+        """The state as plain data; see `from_data`."""
+        return {"rows": [[list(bucket) for bucket in row] for row in self._rows], "added": self._added}
+
+    @classmethod
+    def from_data(cls, data: dict[str, Any], delta: float) -> Adwin:
+        """The window of `as_data`. Raises LookupError, TypeError or ValueError for data of another form."""
+        adwin = cls(delta)
+        rows = [deque((float(total), float(squares)) for total, squares in row) for row in data["rows"]]
+        buckets = [(1 << exponent, bucket) for exponent, row in enumerate(rows) for bucket in row]
+        is_sound = all(0 <= squares <= total <= size for size, (total, squares) in buckets)
+        if not 0 < len(rows) <= _MOST_ROWS or not is_sound or any(len(row) > cls._BUCKETS for row in rows):
+            raise ValueError
+        adwin._rows, adwin._added = rows, int(data["added"])
+        adwin._count = sum(size for size, _ in buckets)
+        adwin._sum, adwin._squares = (sum(bucket[place] for _, bucket in buckets) for place in range(2))
+        return adwin
 
     def _compress(self) -> None:
         row = 0

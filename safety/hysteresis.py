@@ -16,6 +16,7 @@ from math import isfinite
 from typing import NamedTuple
 
 from penstock.registry.errors import InvalidInput, described
+from penstock.registry.settings_sections import SafetyConfig
 from penstock.safety.validators import Verdict
 
 __all__ = ["Hysteresis", "HysteresisLimits", "HysteresisState", "StateChange"]
@@ -41,10 +42,17 @@ class HysteresisLimits:
         if self.passes < 1:
             raise InvalidInput(f"passes is {self.passes}. Expected at least 1")
 
+    @classmethod
+    def of(cls, config: SafetyConfig) -> HysteresisLimits:
+        """The limits of the settings."""
+        return cls(config.min_off_s, config.max_off_s, config.min_on_s, config.min_passes)
+
 
 @dataclass(frozen=True, slots=True)
 class HysteresisState:
-    """The state of one optimisation. It is plain data: a worker that restarts goes on from a stored one."""
+    """The state of one optimisation. Nothing stores it: the shared record of the breaker says how long a form is off.
+    A worker that restarts reads it there; see workers/levels/form_breakers.py.
+    """
 
     is_on: bool = False
     since_s: float = 0.0
@@ -134,11 +142,16 @@ class Hysteresis:
         # Nothing is known against an optimisation that was never on: its passes alone decide.
         return self.state.off_s
 
-    def _go_off(self, reason: str, now_s: float) -> StateChange:
+    def off_s_at(self, now_s: float) -> float:
+        """How long it would stay off at least if it went off at this time; while it is off, how long it does."""
         state, limits = self.state, self.limits
+        if not state.is_on:
+            return state.off_s or limits.min_off_s
         was_brief = state.off_s > 0 and now_s - state.since_s < max(state.off_s, limits.min_off_s)
-        off_s = min(2 * state.off_s, limits.max_off_s) if was_brief else limits.min_off_s
-        self.state = HysteresisState(False, now_s, off_s)
+        return min(2 * state.off_s, limits.max_off_s) if was_brief else limits.min_off_s
+
+    def _go_off(self, reason: str, now_s: float) -> StateChange:
+        self.state = HysteresisState(False, now_s, self.off_s_at(now_s))
         return StateChange(False, now_s, reason)
 
     def _at(self, now_s: float) -> float:

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.registry.broker.base import Broker
-from penstock.registry.broker.breakers import BreakerEnd, BreakerRecord
+from penstock.registry.broker.breakers import BreakerEnd, BreakerRecord, split_breaker_name
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.overdue import OverdueJobs
 from penstock.registry.package import Package
 from penstock.registry.settings import Settings
 from penstock.registry.signed import Verifier
 from penstock.safety.audit_accesses import CacheAccessAudit
-from penstock.safety.orchestrator import SafetyOrchestrator
+from penstock.safety.orchestrator import SafetyOrchestrator, Subject
 from penstock.safety.payload_keys import envelope_keys
 from penstock.safety.sealing import DataKeys
 from penstock.workers.backlog import Backlog
@@ -91,7 +91,7 @@ class DrainOptions:
     cache, behind the memory, the nearest first; the drain closes them. may_leave: see SharedTiers. data_keys: encrypt
     the data of these settings; None: they encrypt nothing. accesses: records look-ups in the cache; None: they are not
     recorded. mirror: of committed jobs, for their shadows; the drain closes it. breakers: of candidates, which the arms
-    of experiments obey; None: there are none. on_arm_stopped: is told (name, record) on a thread of its own when the
+    of experiments obey; None: there are none. on_arm_stopped: is told (subject, record) on a thread of its own when the
     failures of an arm on this worker have opened its breaker. gate: of what makes engines for text faster;
     None: its decisions are lines of the log.
     """
@@ -120,7 +120,7 @@ class DrainOptions:
     accesses: CacheAccessAudit | None = None
     mirror: Mirror = field(default_factory=NullMirror)
     breakers: BreakerEnd | None = None
-    on_arm_stopped: Callable[[str, BreakerRecord], None] = lambda name, record: None
+    on_arm_stopped: Callable[[Subject, BreakerRecord], None] = lambda subject, record: None
     gate: SafetyOrchestrator | None = None
     types: PartTypes = field(default_factory=PartTypes)
 
@@ -256,9 +256,18 @@ class _Assembly:
             self.options.breakers,
             with_arms,
             ring=self.wake_up.ring,
-            on_trip=self.options.on_arm_stopped,
+            limits=self.settings.inference.safety.breaker_limits,
+            on_trip=self._arm_stopped,
             clock=self.options.clock,
         )
+
+    def _arm_stopped(self, name: str, record: BreakerRecord) -> None:
+        model, local = split_breaker_name(name)
+        label = local.partition(":")[0]
+        arms = self.lifecycle.models[model].arms
+        # The experiment may have ended meanwhile.
+        content_hash = arms.content_of(label) if arms is not None else ""
+        self.options.on_arm_stopped(Subject(model, label, content_hash), record)
 
     def _arm_counts(self, consumer: str) -> ArmCounts:
         models, clock = self.lifecycle.models, self.options.clock

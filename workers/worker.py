@@ -74,7 +74,7 @@ from penstock.safety.audit import AuditConfig, AuditLogger
 from penstock.safety.audit_accesses import CacheAccessAudit
 from penstock.safety.golden_archive import GoldenArchive
 from penstock.safety.keys import Audit, key_audit, load_data_keys
-from penstock.safety.orchestrator import SafetyOrchestrator
+from penstock.safety.orchestrator import SafetyOrchestrator, Subject
 from penstock.safety.payload_keys import envelope_keys
 from penstock.safety.privacy import redactor_of
 from penstock.safety.sealing import DataKeys
@@ -413,7 +413,7 @@ def _open_drain(
     streams: StandardStreams,
     accesses: CacheAccessAudit,
     breakers: BreakerEnd,
-    on_arm_stopped: Callable[[str, BreakerRecord], None],
+    on_arm_stopped: Callable[[Subject, BreakerRecord], None],
     gate: SafetyOrchestrator,
     closing: ExitStack,
 ) -> Drain:

@@ -38,7 +38,6 @@ __all__ = [
     "new_breaker_id",
     "split_breaker_name",
     "CANDIDATE",
-    "CANDIDATE_LIMITS",
 ]
 
 Circuit: TypeAlias = Literal["closed", "open", "half-open"]
@@ -148,8 +147,6 @@ class BreakerEnd(Protocol):
 CANDIDATE: Final = "candidate"
 """The optimisation in the name of the breaker of a whole version: canaries, drift and failures open it, rollouts and
 A/B experiments obey it."""
-CANDIDATE_LIMITS: Final = BreakerLimits(open_ms=300_000)
-"""Nobody probes a version: after this pause, a canary that says PASS closes its breaker."""
 
 
 def breaker_name(model: str, version: str, optimisation: str) -> str:

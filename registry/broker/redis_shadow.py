@@ -2,7 +2,7 @@
 
     operator        start, stop, state
     worker          orders, mirror
-    shadow worker   orders, take, renew, settle, note, note_canary, end
+    shadow worker   orders, take, renew, settle, note, note_canary, drift, note_drift, end
 
 A pair is compared at least once, and counted once: `settle` adds up a comparison only if it deletes the pair.
 """
@@ -33,10 +33,12 @@ from penstock.registry.queues import (
 )
 from penstock.registry.shadow import ShadowOrder
 
-__all__ = ["CANARY_FIELD", "Mirrored", "RedisShadow", "Settled", "ShadowState", "TakenPair"]
+__all__ = ["CANARY_FIELD", "DRIFT_FIELD", "Mirrored", "RedisShadow", "Settled", "ShadowState", "TakenPair"]
 
 CANARY_FIELD: Final = "canary:"
 """Before the name of a shadow worker: the field of the report with what its canary has found."""
+DRIFT_FIELD: Final = "drift"
+"""The field of the report with the state of the drift monitors, which all shadow workers of the model share."""
 _MOST_WORST: Final = 20
 _SERIES: Final = 10_000
 """Comparisons whose figures are kept in order. Drift and canary read them."""
@@ -229,6 +231,15 @@ class RedisShadow(RedisConnection):
     def note_canary(self, slot: str, consumer: str, state: str) -> None:
         """Write what the canary of one shadow worker has found so far into the report."""
         self._run(["HSET", shadow_report_key(slot), f"{CANARY_FIELD}{consumer}", state])
+
+    def drift(self, slot: str) -> str:
+        """What note_drift wrote last for the shadow that runs or ran last; empty: nothing."""
+        state: bytes | None = self._run(["HGET", shadow_report_key(slot), DRIFT_FIELD])
+        return (state or b"").decode(errors="replace")
+
+    def note_drift(self, slot: str, state: str) -> None:
+        """Write the state of the drift monitors into the report, for a shadow worker that restarts."""
+        self._run(["HSET", shadow_report_key(slot), DRIFT_FIELD, state])
 
     def end(self, slot: str, shadow: str, reason: str) -> int | None:
         """End a shadow and delete its pairs; returns how many. None: it had ended already."""

@@ -16,7 +16,7 @@ from penstock.safety.validators.builtin import (
     RerankerValidator,
     TensorValidator,
 )
-from penstock.safety.validators.comparison import Comparison, Figure, Validator, Verdict
+from penstock.safety.validators.comparison import Comparison, Figure, Validator, Verdict, WorseSide
 from penstock.safety.validators.selection import (
     BUILT_IN,
     WORKLOADS,
@@ -41,6 +41,7 @@ __all__ = [
     "Verdict",
     "WORKLOADS",
     "Workload",
+    "WorseSide",
     "changed_precision_validators",
     "same_precision_validators",
     "workload_of",

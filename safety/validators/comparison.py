@@ -19,7 +19,7 @@ import math
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from penstock.registry.errors import InvalidInput
 from penstock.registry.tensors import Array
 from penstock.safety.statistics import wilson_interval
 
-__all__ = ["Comparison", "Figure", "Validator", "Verdict", "Z_95", "Z_999"]
+__all__ = ["Comparison", "Figure", "Validator", "Verdict", "WorseSide", "Z_95", "Z_999"]
 
 Z_95: Final = 1.959963984540054
 """Quantile of the normal distribution for a two-sided interval of 95 %."""
@@ -59,6 +59,15 @@ class Verdict(StrEnum):
 _WORST_FIRST: Final = (Verdict.FAIL, Verdict.INSUFFICIENT, Verdict.MARGINAL, Verdict.PASS)
 
 Kind = Literal["largest", "smallest", "share", "mean"]
+WorseSide: TypeAlias = Literal["lower", "higher", "either"]
+"""The direction in which a figure gets worse: a cosine lower, an error higher."""
+_WORSE_SIDES: Final[dict[Kind, WorseSide]] = {
+    "largest": "higher",
+    "smallest": "lower",
+    "share": "lower",
+    "mean": "either",
+}
+"""Of figures without a limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +181,13 @@ class Figure:
             return ""
         bound = "at most" if self._is_upper else "at least"
         return f"{self.value:.4g}, expected {bound} {self.limit:g}"
+
+    @property
+    def worse_side(self) -> WorseSide:
+        """The direction in which it gets worse; either: it is a mean without a limit."""
+        if self.limit is not None:
+            return "higher" if self._is_upper else "lower"
+        return _WORSE_SIDES[self.kind]
 
     @property
     def _is_upper(self) -> bool:

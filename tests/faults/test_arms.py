@@ -178,9 +178,9 @@ def test_candidate_that_fails_is_stopped_on_all_of_four_workers(
     assert "of version 1, 0 of" in record.reason
     assert fleet.counted("penstock_breaker_trips_total") == 1
     trial.note(times=1, jobs=sum(answered))
-    (entry,) = [each for each in fleet.audited() if each["optimization_name"] == f"2:{CANDIDATE}"]
+    (entry,) = [each for each in fleet.audited() if each["optimization_name"] == CANDIDATE]
     # Two workers may have found it at the same time: the second one's reason stands in the record.
-    assert (entry["result"], entry["details"]["by"]) == ("disabled", "failures")
+    assert (entry["result"], entry["details"]["criterion"]) == ("disabled", "the failures of its jobs")
     assert "of version 1, 0 of" in entry["details"]["reason"]
 
 

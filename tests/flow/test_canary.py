@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from click.testing import Result
 
-from penstock.registry.broker.breakers import CANDIDATE_LIMITS, BreakerLimits, new_breaker_id
+from penstock.registry.broker.breakers import BreakerLimits, new_breaker_id
 from penstock.registry.broker.redis_breakers import RedisBreakers
 from penstock.registry.broker.redis_shadow import RedisShadow
 from penstock.registry.catalog.goldens import MOST_GOLDENS, GoldenOwner
@@ -155,7 +155,7 @@ def test_a_right_candidate_passes_on_so_many_pairs(shell: Shell, models_root: Pa
     with shell.traffic() as traffic:
         ended = shell.canary("--pairs", "400")
         assert breaker_of(shell.server, shell.model, "1").is_closed
-        open_breaker(shell, CANDIDATE_LIMITS)
+        open_breaker(shell, BreakerLimits(open_ms=300_000))
         early = json.loads(shell.canary("--pairs", "400").stdout)
     assert (ended.exit_code, traffic.problems) == (0, [])
     found = json.loads(ended.stdout)

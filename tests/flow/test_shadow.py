@@ -12,6 +12,7 @@ import pytest
 
 from penstock import Client
 from penstock.registry.broker.redis_shadow import RedisShadow
+from penstock.safety.audit_reader import entries
 from tests.conftest import StartWorker
 from tests.flow.conftest import Samples
 from tests.flow.shadow_stage import (
@@ -60,7 +61,11 @@ def test_candidate_is_compared_with_what_was_served(
 def test_shadow_worker_opens_the_breaker_of_a_candidate_that_drifts(
     shared_redis: RedisServer, slot: str, models_root: Path, tmp_path: Path
 ):
-    """AR-065, AR-068: every pair is accepted, and all of them together are worse than before. One alert says so."""
+    """AR-065, AR-068: every pair is accepted, and all of them together are worse than before. One alert says so.
+
+    The shadow worker that finds the drift has started after the reference window: it goes on from what the first one
+    has stored. The audit log has the decision.
+    """
     write_versions(models_root, slot)
     order = order_of(slot)
     noise = np.random.default_rng(3).uniform(0.5, 1.5, 400) * 1e-6
@@ -80,6 +85,9 @@ def test_shadow_worker_opens_the_breaker_of_a_candidate_that_drifts(
             shadow.start()
             assert mirror(noise[:300].tolist()) == 300
             assert (receiver.calls, breaker_of(shared_redis, slot, "1").is_closed) == ([], True)
+            shadow.terminate()
+            assert shadow.wait(60) == 0
+            shadow.start()
             assert mirror((noise[300:] + 4e-6).tolist()) == 400
             wait_until(lambda: receiver.calls, 60, "the alert arrives")
         finally:
@@ -88,6 +96,10 @@ def test_shadow_worker_opens_the_breaker_of_a_candidate_that_drifts(
     assert (alert["type"], alert["data"]["optimisation"]) == ("safety.breaker", "candidate")
     assert alert["data"]["reason"].startswith("drift: y.")
     assert breaker_of(shared_redis, slot, "1").circuit == "open"
+    (entry,) = entries([tmp_path / "home" / "audit"], 10).entries
+    assert (entry.operation, entry.optimization_name, entry.result) == ("optimization_state", "candidate", "disabled")
+    assert (entry.details["version"], entry.details["criterion"]) == ("1", "it drifted in the shadow")
+    assert entry.details["reason"] == alert["data"]["reason"]
 
 
 def test_verdicts_of_the_canary_are_counted(shared_redis: RedisServer, slot: str, models_root: Path, tmp_path: Path):

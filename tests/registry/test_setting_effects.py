@@ -29,6 +29,8 @@ HERE = "registry/test_setting_effects.py"
 GATEWAY = "producers/gateway/test_server.py"
 LIMITS = "producers/gateway/test_limits.py"
 WEBSOCKET = "producers/gateway/test_websocket.py"
+FORMS = "workers/levels/test_form_breakers.py"
+DRIFT = "workers/shadow/test_drift.py"
 OPENING = "workers/cache/test_opening.py"
 
 OF_THE_CHECKS = {"privacy.accept_shared_cache"}
@@ -170,6 +172,17 @@ PROOFS = {
     "safety.spot_check_share": (
         "workers/levels/test_spot_check.py::test_there_are_no_checks_without_a_share_or_of_random_models"
     ),
+    "safety.min_off_s": f"{FORMS}::test_shortest_time_off_is_that_of_the_settings",
+    "safety.max_off_s": f"{FORMS}::test_time_off_doubles_up_to_the_longest_of_the_settings",
+    "safety.min_on_s": "workers/levels/test_spot_check.py::test_shortest_time_on_is_that_of_the_settings",
+    "safety.min_passes": f"{FORMS}::test_trials_of_a_probe_are_those_of_the_settings",
+    "safety.breaker_failures": f"{FORMS}::test_failures_that_open_a_breaker_are_those_of_the_settings",
+    "safety.breaker_window_s": f"{FORMS}::test_failures_that_open_a_breaker_are_those_of_the_settings",
+    "safety.probe_lease_s": f"{FORMS}::test_lease_of_a_probe_is_that_of_the_settings",
+    "safety.drift_smoothing": f"{DRIFT}::test_the_smoothing_is_that_of_the_settings",
+    "safety.drift_width": f"{DRIFT}::test_the_width_of_the_control_limit_is_that_of_the_settings",
+    "safety.drift_reference_size": f"{DRIFT}::test_the_reference_window_is_that_of_the_settings",
+    "safety.drift_adwin_delta": f"{DRIFT}::test_adwin_of_the_settings_finds_a_small_change",
     "safety.alert_webhooks": "safety/test_alert_hooks.py::test_each_hook_hears_of_each_alert_once",
     "redis_url": "registry/test_stack_file.py::test_an_explicit_url_wins_over_the_running_stack",
     "celery_url": "flow/test_celery.py::test_the_drain_does_not_depend_on_celerys_broker",

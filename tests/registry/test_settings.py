@@ -139,6 +139,17 @@ OTHER_INFERENCE_KEYS = {
     "webhooks.per_host": 4,
     "safety.spot_check_share": 0.01,
     "safety.alert_webhooks": (),
+    "safety.min_off_s": 300.0,
+    "safety.max_off_s": None,
+    "safety.min_on_s": 60.0,
+    "safety.min_passes": 3,
+    "safety.breaker_failures": 3,
+    "safety.breaker_window_s": 60.0,
+    "safety.probe_lease_s": 600.0,
+    "safety.drift_smoothing": 0.05,
+    "safety.drift_width": 5.5,
+    "safety.drift_reference_size": 200,
+    "safety.drift_adwin_delta": 0.0,
 }
 OTHER_VARIABLES = {
     "PENSTOCK_REDIS_URL",
@@ -177,6 +188,9 @@ WALKS: dict[str, list[object]] = {
     "privacy.mode": ["ephemeral", "persisted_encrypted", "ephemeral", "hashes_only"],
     "privacy.seal_payloads": ["auto", "off", "auto", "on"],
     "safety.spot_check_share": [0.1, 0.2, 0.3, 0.4],
+    "safety.max_off_s": [4000.0, 5000.0, 6000.0, 7000.0],
+    "safety.drift_smoothing": [0.1, 0.2, 0.3, 0.4],
+    "safety.drift_adwin_delta": [0.1, 0.2, 0.3, 0.4],
     "safety.alert_webhooks": [
         ["https://a.example/"],
         ["https://b.example/x", "https://c.example/"],
@@ -546,6 +560,15 @@ def test_empty_variable_counts_as_unset(tmp_path: Path):
         ("PENSTOCK_INFERENCE_SERVER_PORT", "65536", "less than or equal to 65535"),
         ("PENSTOCK_INFERENCE_SERVER_WORKERS", "0", "greater than or equal to 1"),
         ("PENSTOCK_INFERENCE_SAFEGUARDS_RATE_LIMIT_REQUESTS_PER_MINUTE", "0", "greater than or equal to 1; found '0'"),
+        ("PENSTOCK_INFERENCE_SAFETY_MIN_OFF_S", "0.5", "greater than or equal to 1"),
+        ("PENSTOCK_INFERENCE_SAFETY_MIN_OFF_S", "700000", "less than or equal to 604800"),
+        ("PENSTOCK_INFERENCE_SAFETY_MAX_OFF_S", "299", "at least min_off_s, which is 300; found '299'"),
+        ("PENSTOCK_INFERENCE_SAFETY_MIN_PASSES", "0", "greater than or equal to 1"),
+        ("PENSTOCK_INFERENCE_SAFETY_BREAKER_WINDOW_S", "0", "greater than or equal to 1"),
+        ("PENSTOCK_INFERENCE_SAFETY_DRIFT_SMOOTHING", "0", "greater than 0"),
+        ("PENSTOCK_INFERENCE_SAFETY_DRIFT_WIDTH", "inf", "a finite number"),
+        ("PENSTOCK_INFERENCE_SAFETY_DRIFT_REFERENCE_SIZE", "2001", "less than or equal to 2000"),
+        ("PENSTOCK_INFERENCE_SAFETY_DRIFT_ADWIN_DELTA", "1", "less than 1"),
         ("PENSTOCK_TENANT_ID", "Acme Inc", "Bad tenant name"),
         ("PENSTOCK_WORKER_MODELS", "mlp,../x", "Bad model name"),
         ("PENSTOCK_METRICS_PORT", "70000", "less than or equal to 65535"),
@@ -560,6 +583,17 @@ def test_bad_value_is_refused_in_one_line(variable, text, expectation, tmp_path:
     message = refusal({variable: text}, tmp_path)
     assert message.startswith(f"Bad value of {variable}: ")
     assert expectation in message
+
+
+def test_longest_time_off_follows_the_shortest_one(tmp_path: Path):
+    """Nobody has to set both: it is an hour, or the shortest time where that is more."""
+
+    def max_off_s(**environ: str) -> float:
+        variables = {f"PENSTOCK_INFERENCE_SAFETY_{name}": text for name, text in environ.items()}
+        return Settings.load(environ=variables, cwd=tmp_path).inference.safety.max_off_s
+
+    assert (max_off_s(), max_off_s(MIN_OFF_S="10"), max_off_s(MIN_OFF_S="5000")) == (3600, 3600, 5000)
+    assert max_off_s(MIN_OFF_S="10", MAX_OFF_S="20") == 20
 
 
 def test_bad_value_in_a_file_names_key_and_file(tmp_path: Path):

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.registry.errors import InvalidInput
+from penstock.registry.settings_sections import SafetyConfig
 from penstock.safety.hysteresis import Hysteresis, HysteresisLimits, HysteresisState, StateChange
 from penstock.safety.validators import Verdict
 
@@ -39,6 +40,27 @@ def test_a_breaker_disables_at_once():
     switch = on_at(10.0)
     assert switch.trip("drift of min_cosine", 10.0) == StateChange(False, 10.0, "drift of min_cosine")
     assert not switch.is_on
+
+
+def test_limits_of_the_settings():
+    """By default those of the class."""
+    assert HysteresisLimits.of(SafetyConfig()) == HysteresisLimits()
+    config = SafetyConfig(min_off_s=10, max_off_s=20, min_on_s=5, min_passes=2)
+    assert HysteresisLimits.of(config) == HysteresisLimits(10, 20, 5, 2)
+
+
+def test_the_time_off_is_known_before_it_goes_off():
+    """What `off_s_at` says is what a trip at that time does: it doubles soon after a return, up to the longest."""
+    switch, now_s, told = on_at(0.0), 0.0, []
+    for _ in range(6):
+        told.append(switch.off_s_at(now_s))
+        switch.trip("again", now_s)
+        assert switch.off_s_at(now_s) == switch.least_off_s == told[-1]
+        now_s += switch.least_off_s
+        assert [switch.observe(Verdict.PASS, now_s) is not None for _ in range(3)] == [False, False, True]
+        now_s += 1
+    assert told == [300, 600, 1200, 2400, 3600, 3600]
+    assert switch.off_s_at(now_s + 3600) == 300
 
 
 def test_a_soft_disable_waits_for_the_minimum_time_on():

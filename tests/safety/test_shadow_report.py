@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from penstock.safety.drift import DriftLimits
 from penstock.safety.shadow_report import drift_of, report_of
 
 
@@ -37,6 +38,24 @@ def test_a_shift_is_found_and_steady_values_are_none():
         found = drift_of("y", values)
         assert found is not None
         assert (found["out_at"], found["reason"]) == (None, "")
+
+
+def test_report_looks_for_drift_as_the_shadow_worker_does():
+    """With the limits of the settings, and on the side on which the figure gets worse, where the state tells it."""
+    draw = random.Random(3)
+    values = [draw.gauss(1, 0.1) for _ in range(300)] + [draw.gauss(1.2, 0.1) for _ in range(50)]
+    series = [json.dumps({"outcome": "pass", "y": value}) for value in values]
+
+    def out_at(drift: str = "", limits: DriftLimits | None = None) -> object:
+        found = report_of({"f:y": "350 1 0 1 1", "drift": drift}, series, limits)["figures"]["y"]["drift"]
+        return found and found["out_at"]
+
+    assert out_at() is not None
+    assert out_at(limits=DriftLimits(width=100)) is None
+    assert out_at(json.dumps({"monitors": [{"metric": "y", "worse": "lower"}]})) is None
+    assert out_at(json.dumps({"monitors": [{"metric": "y", "worse": "higher"}]})) is not None
+    for foreign in ("{", "[]", '{"monitors": 7}', '{"monitors": [{"metric": "y", "worse": "down"}]}'):
+        assert out_at(foreign) is not None
 
 
 def test_too_few_values_have_no_drift():

@@ -195,6 +195,26 @@ def test_changed_precision_is_held_to_what_the_output_is_for():
 
 
 @pytest.mark.parametrize(
+    ("figure", "side"),
+    [
+        (Figure.largest(0.5, 1.0), "higher"),
+        (Figure.largest(0.0, 0.0), "higher"),
+        (Figure.largest(0.5, None), "higher"),
+        (Figure.smallest(0.9995, 0.999), "lower"),
+        (Figure.smallest(0.9995, None), "lower"),
+        (Figure.share(99, 100, 0.9), "lower"),
+        (Figure.share(99, 100, 1.0), "lower"),
+        (Figure.mean(np.array([0.9]), 0.8, ideal=1.0), "lower"),
+        (Figure.mean(np.array([0.1]), 0.2, ideal=0.0), "higher"),
+        (Figure.mean(np.array([0.1]), None, ideal=0.0), "either"),
+    ],
+)
+def test_a_figure_knows_the_side_on_which_it_gets_worse(figure: Figure, side: str):
+    """An error is worse when it is higher, a likeness when it is lower; of a mean only the limit tells."""
+    assert figure.worse_side == side
+
+
+@pytest.mark.parametrize(
     ("figure", "verdict"),
     [
         (Figure.largest(0.5, 1.0), Verdict.PASS),

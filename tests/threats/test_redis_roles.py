@@ -357,6 +357,8 @@ def test_shadow_worker_does_all_of_its_work(stack: Stack):
         wait_until(lambda: shadow.step() == 0, 60, "a pair is compared")
         name = breaker_name("double", "0", CANDIDATE)
         assert breakers.force_open_breaker(name, "drift", new_breaker_id(), BreakerLimits()).did
+        end.note_drift("double", "{}")
+        assert end.drift("double") == "{}"
     report = json.loads(_penstock(stack, "shadow", "report", "double", "--json"))
     assert report["outcomes"] == {"fail": 1}, report
     assert json.loads(_penstock(stack, "shadow", "status", "--json"))[0]["mirror"]["mirrored"] == 1

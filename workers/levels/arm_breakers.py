@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from penstock.registry.broker.breakers import CANDIDATE, CANDIDATE_LIMITS, BreakerEnd, BreakerRecord, split_breaker_name
+from penstock.registry.broker.breakers import CANDIDATE, BreakerEnd, BreakerLimits, BreakerRecord, split_breaker_name
 from penstock.safety.breaker import MAX_COPY_AGE_S
 from penstock.workers.levels.shared_breakers import SharedBreakers
 
@@ -35,8 +35,9 @@ class ArmChange(NamedTuple):
 class ArmBreakers:
     """The breakers of the arms of one worker. `admits` and `take_changes` are for any thread, and wait for nothing.
 
-    models: those that have arms. ring: called on a thread of its own when a breaker has opened or closed. on_trip: is
-    told (name, record) on that thread, on the one worker whose `stop` opened the breaker. clock: monotonic seconds.
+    models: those that have arms. limits: of a breaker that `stop` opens. ring: called on a thread of its own when a
+    breaker has opened or closed. on_trip: is told (name, record) on that thread, on the one worker whose `stop` opened
+    the breaker. clock: monotonic seconds.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class ArmBreakers:
         models: Callable[[], Sequence[str]],
         *,
         ring: Callable[[], None],
+        limits: BreakerLimits | None = None,
         on_trip: Callable[[str, BreakerRecord], None] = lambda name, record: None,
         clock: Callable[[], float],
     ) -> None:
@@ -54,7 +56,7 @@ class ArmBreakers:
             end,
             models,
             thread="arms",
-            limits=CANDIDATE_LIMITS,
+            limits=limits,
             on_change=self._changed,
             on_trip=on_trip,
             clock=clock,

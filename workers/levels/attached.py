@@ -52,6 +52,8 @@ class AttachedVersion:
     watch: SpotWatch | None = None
     """The spot checks of the form in use; None: it had none yet."""
     is_detached: bool = False
+    has_met_an_open_breaker: bool = False
+    """Whether a form was not tried because its circuit breaker was open."""
 
     @property
     def steps_by_level(self) -> list[str]:

@@ -21,7 +21,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from typing import Final, Literal, NamedTuple
 from penstock.registry.broker.breakers import BreakerEnd, BreakerRecord, split_breaker_name
 from penstock.registry.settings_sections import InferenceConfig
 from penstock.safety.alerts import Alert, Alerts, breaker_alert
+from penstock.safety.drift import DriftLimits
 from penstock.safety.golden_archive import GoldenArchive
 from penstock.safety.golden_store import GoldenStore
 from penstock.safety.hysteresis import StateChange
@@ -124,6 +125,7 @@ class InferenceOptimizer:
             validators=validators,
             withholds_texts=config.withholds_texts,
             redact=self._redactor.redact,
+            drift=DriftLimits.of(config.safety),
         )
         self._archiving = GoldenArchiving(archive, clock) if archive is not None else None
         self._breakers: FormBreakers | None = None
@@ -133,6 +135,8 @@ class InferenceOptimizer:
                 self._guarded_models,
                 self._breaker_changed,
                 clock,
+                config=config.safety,
+                forms=self._breakers_of_forms,
                 on_trip=self._breaker_tripped,
                 on_transition=self._form_switched,
             )
@@ -187,7 +191,7 @@ class InferenceOptimizer:
                 _new_goldens(self._redactor) if has_goldens else None,
                 self._sampler(runtime) if has_goldens else None,
             ),
-            self._steps_of(runtime, max_rows, keeps_inputs=keeps_inputs),
+            _steps_of(runtime, self._trials.forms_of(runtime), max_rows, keeps_inputs=keeps_inputs),
             _max_level_of(config, spec.max_level),
             max_rows,
             self.log.earlier(decision_key),
@@ -269,19 +273,6 @@ class InferenceOptimizer:
         if not share or not isinstance(runtime, Tunable):
             return None
         return SpotSampler(runtime.forms, share, random=self._random, clock=self._clock)
-
-    def _steps_of(self, runtime: Runtime, max_rows: int, *, keeps_inputs: bool) -> tuple[str, ...]:
-        steps = []
-        if isinstance(runtime, Tokenising) and keeps_inputs:
-            tokeniser = runtime.tokeniser
-            has_threads = tokeniser is not None and tokeniser.max_threads > 1
-            steps += [TOKENIZER_CACHE, *([TOKENIZER_POOL] if has_threads else [])]
-        # A model without a copy for this thread cannot be tried beside the traffic.
-        if max_rows > 1 and isinstance(runtime, Tunable):
-            steps.append(BATCHING)
-        # Quick builds come first: once one of them is in use, a long build may not be worth its time.
-        forms = sorted(self._trials.forms_of(runtime), key=lambda name: THRESHOLDS[name].min_forward_s)
-        return (*steps, *forms)
 
     def _advance(self, version: AttachedVersion) -> bool:
         """Tries the first step whose criterion holds; False when there is none."""
@@ -390,13 +381,24 @@ class InferenceOptimizer:
         self._metrics.transition(model, version, form, "on" if change.is_on else "off")
 
     def _guarded_models(self) -> list[str]:
-        """The models whose breakers are read: those with a form that is or was in use."""
+        """The models whose breakers are read: those with a form that was ever in use, or that waits for its breaker."""
         with self._lock:
             attached = list(self._attached.values())
-        return sorted({version.key.model for version in attached if version.has_used_a_form})
+        return sorted(
+            {version.key.model for version in attached if version.has_used_a_form or version.has_met_an_open_breaker}
+        )
+
+    def _breakers_of_forms(self) -> set[str]:
+        """The breakers of the forms that this worker has a model for."""
+        with self._lock:
+            attached = list(self._attached.values())
+        return {version.breaker_of(step) for version in attached for step in version.steps if is_form(step)}
 
     def _is_open(self, version: AttachedVersion, step: str) -> bool:
-        return self._breakers is not None and is_form(step) and self._breakers.is_open(version.breaker_of(step))
+        if self._breakers is None or not is_form(step) or not self._breakers.is_open(version.breaker_of(step)):
+            return False
+        version.has_met_an_open_breaker = True
+        return True
 
     def _breaker_changed(self, name: str, record: BreakerRecord) -> None:
         """A breaker has opened or closed, on this worker or on another one. Called on the breakers' thread."""
@@ -481,6 +483,20 @@ class InferenceOptimizer:
         decision = self._trials.run(version, step).decision(step, "measured")
         version.measured[step] = decision
         return described(decision).replace("enabled", "would be enabled")
+
+
+def _steps_of(runtime: Runtime, forms: Sequence[str], max_rows: int, *, keeps_inputs: bool) -> tuple[str, ...]:
+    """In the order in which they are tried. forms: those that the runtime may have here."""
+    steps = []
+    if isinstance(runtime, Tokenising) and keeps_inputs:
+        tokeniser = runtime.tokeniser
+        has_threads = tokeniser is not None and tokeniser.max_threads > 1
+        steps += [TOKENIZER_CACHE, *([TOKENIZER_POOL] if has_threads else [])]
+    # A model without a copy for this thread cannot be tried beside the traffic.
+    if max_rows > 1 and isinstance(runtime, Tunable):
+        steps.append(BATCHING)
+    # Quick builds come first: once one of them is in use, a long build may not be worth its time.
+    return (*steps, *sorted(forms, key=lambda name: THRESHOLDS[name].min_forward_s))
 
 
 def _max_level_of(config: InferenceConfig, own: int | None) -> int:

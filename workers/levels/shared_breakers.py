@@ -127,13 +127,16 @@ class SharedBreakers:
         """The id of the probe that this worker was granted, once; empty without one. Tell its outcome with the id."""
         return self._probes.pop(name, "")
 
-    def failed(self, name: str, reason: str, *, probe: str = "") -> None:
-        """The optimisation failed. Raises InvalidInput for a bad name."""
+    def failed(self, name: str, reason: str, *, probe: str = "", open_ms: int = 0) -> None:
+        """The optimisation failed. open_ms: the pause if this opens the breaker; 0: that of the limits.
+
+        Raises InvalidInput for a bad name.
+        """
         split_breaker_name(name)
         if not probe and len(self._reports) >= _MOST_REPORTS:
             self.dropped += 1
             return
-        failure, limits = new_breaker_id(), self._limits
+        failure, limits = new_breaker_id(), self._limits_of(open_ms)
         if probe:
             self._local.hold_back(name)
         self._report(name, lambda end: end.fail_breaker(name, reason, failure, limits, probe=probe))
@@ -143,13 +146,13 @@ class SharedBreakers:
         split_breaker_name(name)
         self._report(name, lambda end: end.pass_breaker(name, probe), may_open=False)
 
-    def force_open(self, name: str, reason: str) -> None:
+    def force_open(self, name: str, reason: str, *, open_ms: int = 0) -> None:
         """Open the breaker: here at once, and on the other workers within a second. Raises InvalidInput for a bad name.
 
-        Drift, a gate that refuses, and operators come this way.
+        Drift, a gate that refuses, and operators come this way. open_ms: the pause; 0: that of the limits.
         """
         split_breaker_name(name)
-        forced, limits = new_breaker_id(), self._limits
+        forced, limits = new_breaker_id(), self._limits_of(open_ms)
         self._local.hold_back(name)
         self._report(name, lambda end: end.force_open_breaker(name, reason, forced, limits))
 
@@ -157,10 +160,17 @@ class SharedBreakers:
         """The record as it was read last."""
         return self._local.record(name)
 
+    def now_ms(self, name: str) -> int:
+        """The broker's clock at the last reading of the breaker; 0 before the first one."""
+        return self._now_ms.get(name.partition("/")[0], 0)
+
     @property
     def away_s(self) -> float:
         """How old the last reading is while the broker does not answer, in seconds; 0 while it does."""
         return self._clock() - self._read_at if self._is_away else 0.0
+
+    def _limits_of(self, open_ms: int) -> BreakerLimits:
+        return self._limits._replace(open_ms=open_ms) if open_ms else self._limits
 
     # Its thread
 
@@ -240,7 +250,7 @@ class SharedBreakers:
             del self._probes[name]
         for name in wanted:
             record = self._local.record(name)
-            if name in self._probes or not record.may_probe(self._now_ms.get(name.partition("/")[0], 0)):
+            if name in self._probes or not record.may_probe(self.now_ms(name)):
                 continue
             probe = new_breaker_id()
             transition = self._end.probe_breaker(name, probe, self._limits)

@@ -18,9 +18,9 @@ from typing import Final, NamedTuple
 
 from penstock.registry.tensors import Array
 from penstock.safety.canary import Canary, CanaryVerdict, Pair
-from penstock.safety.drift import DriftAlert, DriftMonitor, WorseSide
+from penstock.safety.drift import DriftAlert, DriftLimits, DriftMonitor
 from penstock.safety.validator_registry import compare_outputs
-from penstock.safety.validators import Comparison, Figure, Validator
+from penstock.safety.validators import Comparison, Validator
 from penstock.workers.runtime.forms import EAGER, Forms
 from penstock.workers.versions.tuner import AnsweredJob, BatchObservation
 
@@ -93,6 +93,7 @@ class SpotWatch:
 
     form: str
     validators: Mapping[str, Validator]
+    limits: DriftLimits = field(default_factory=DriftLimits)
     monitors: dict[str, DriftMonitor] = field(default_factory=dict)
     """By `<output>.<figure>`."""
 
@@ -120,19 +121,13 @@ class SpotWatch:
             place = f"{output}.{name}"
             monitor = self.monitors.get(place)
             if monitor is None:
-                monitor = self.monitors[place] = DriftMonitor(place, _worse_side(figure))
+                monitor = self.monitors[place] = DriftMonitor(place, figure.worse_side, self.limits)
             alert = monitor.observe(round(figure.value, _DECIMALS)) or alert
         return alert
 
 
 def _every(_job_id: str) -> bool:
     return True
-
-
-def _worse_side(figure: Figure) -> WorseSide:
-    if figure.limit is None:
-        return "either"
-    return "higher" if figure.limit > figure.ideal else "lower"
 
 
 def _way_to_limit(monitor: DriftMonitor) -> float:

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.tensors import STRING, Array
+from penstock.safety.drift import DriftLimits
 from penstock.safety.golden_store import Golden
 from penstock.safety.orchestrator import Action, GateEvidence, Judgement, joined, judge
 from penstock.safety.validator_registry import ValidatorRegistry
@@ -107,7 +108,7 @@ class Trials:
 
     tolerance: of forms in the same precision. compiler: None where nothing is compiled. clock:
     monotonic seconds. validators: custom ones take the place of those for a changed precision. withholds_texts: whether
-    the reason of a failure has no text of its exception. redact: changes those texts.
+    the reason of a failure has no text of its exception. redact: changes those texts. drift: the limits of spot checks.
     """
 
     def __init__(
@@ -120,7 +121,9 @@ class Trials:
         validators: ValidatorRegistry | None = None,
         withholds_texts: bool = False,
         redact: Callable[[str], str] | None = None,
+        drift: DriftLimits | None = None,
     ) -> None:
+        self._drift = drift or DriftLimits()
         self._text_of = partial(error_text, withholds_message=withholds_texts, redact=redact)
         self._tolerance = tolerance
         self._metrics = metrics
@@ -167,7 +170,7 @@ class Trials:
             start = stop
         if version.watch is None or version.watch.form != sample.form:
             validators = self._of_changed_precision(version, [outputs], is_int8=sample.form == "int8")
-            version.watch = SpotWatch(sample.form, validators)
+            version.watch = SpotWatch(sample.form, validators, self._drift)
         found = version.watch.judge(sample.jobs, expected)
         self._metrics.canary(version.key.model, version.key.version, sample.form, found.verdict.verdict)
         self._metrics.drift(version.key.model, version.key.version, sample.form, found.drift)

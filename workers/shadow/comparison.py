@@ -14,7 +14,7 @@ from typing import Final
 from penstock.registry.package.signature import TensorSpec
 from penstock.registry.tensors import Array
 from penstock.safety.validator_registry import ValidatorRegistry, compare_outputs
-from penstock.safety.validators import Validator, changed_precision_validators
+from penstock.safety.validators import Validator, WorseSide, changed_precision_validators
 
 __all__ = ["FAILED", "Comparer", "PairComparison"]
 
@@ -28,12 +28,14 @@ _INT8: Final = "int8"
 class PairComparison:
     """How one pair ended. outcome: `pass`, `fail` or one of FAILED. reason: empty for `pass`.
 
-    figures: finite numbers by `<output>.<figure>`.
+    figures: finite numbers by `<output>.<figure>`. worse_sides: the direction in which each figure of a validator gets
+    worse.
     """
 
     outcome: str
     reason: str = ""
     figures: Mapping[str, float] = field(default_factory=dict)
+    worse_sides: Mapping[str, WorseSide] = field(default_factory=dict)
 
     @property
     def badness(self) -> float:
@@ -67,6 +69,7 @@ class Comparer:
         """Compares each served output; a job may have asked for some of them only."""
         reasons: list[str] = []
         figures: dict[str, float] = {}
+        sides: dict[str, WorseSide] = {}
         for name, golden in served.items():
             if name not in candidate:
                 reasons.append(f"{name}: missing, expected an output")
@@ -75,7 +78,8 @@ class Comparer:
             if not found.accepted:
                 reasons.append(f"{name}: {found.reason}")
             figures.update((f"{name}.{figure}", value) for figure, value in found.values.items() if isfinite(value))
-        return PairComparison("fail" if reasons else "pass", "; ".join(reasons), figures)
+            sides.update((f"{name}.{place}", figure.worse_side) for place, figure in found.figures.items())
+        return PairComparison("fail" if reasons else "pass", "; ".join(reasons), figures, sides)
 
     def validators(self, served: Mapping[str, Array]) -> dict[str, Validator]:
         """The validator of each of these outputs. It is chosen once, by the first output that was served."""

@@ -20,7 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -67,9 +67,10 @@ logger = logging.getLogger("penstock.shadow")
 
 OnVerdict: TypeAlias = Callable[[ShadowOrder, str, CanaryVerdict], None]
 """Gets the order, the content of the candidate and the verdict."""
-OnPass: TypeAlias = Callable[[ShadowOrder, CanaryVerdict, float], float]
-"""Gets the order, the verdict, and since when its pairs were compared, in unix ms. Returns after how many seconds it is
-to be called again; infinity: never."""
+OnPass: TypeAlias = Callable[[ShadowOrder, str, CanaryVerdict, float], float]
+"""Gets the order, the content of the candidate, the verdict, and since when its pairs were compared, in unix ms.
+
+Returns after how many seconds it is to be called again; 0 and infinity: never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,10 @@ class ComparedPair:
     comparison: PairComparison
     form: str = ""
     """Of the candidate; empty: the version as its author built it."""
+    content_hash: str = ""
+    """Of the candidate's package."""
+    shadow: str = ""
+    """The id of the shadow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +113,7 @@ class ShadowOptions:
     validators: ValidatorRegistry | None = None
     on_compared: Callable[[ComparedPair], None] = lambda _: None
     on_verdict: OnVerdict = lambda _order, _content_hash, _verdict: None
-    on_pass: OnPass = lambda _order, _verdict, _since_ms: inf
+    on_pass: OnPass = lambda _order, _content_hash, _verdict, _since_ms: inf
     on_failure: OnVerdict = lambda _order, _content_hash, _verdict: None
     on_ended: OnVerdict = lambda _order, _content_hash, _verdict: None
     is_stopping: threading.Event = field(default_factory=threading.Event)
@@ -418,7 +423,7 @@ class ShadowWorker:
                 "served_ms_per_row": pair.header.compute_ms / max(1, pair.header.batch_rows),
                 "candidate_ms_per_row": seconds * 1e3 / max(1, rows),
             }
-            compared.append((pair, PairComparison(found.outcome, found.reason, figures)))
+            compared.append((pair, replace(found, figures=figures)))
             judged.append(_judged(pair, own, seconds / max(1, rows)))
         self._settle(running, [], compared, judged)
 
@@ -437,11 +442,9 @@ class ShadowWorker:
         for each, is_counted in zip(settled, counted, strict=True):
             if is_counted:
                 self._metrics.shadow_compared(self.model, running.order.candidate, each.outcome)
-        candidate, form = running.order.candidate, running.order.form
         for (pair, comparison), is_counted in zip(compared, counted[len(others) :], strict=True):
             if is_counted:
-                header, at_ms = pair.header, pair.taken.at_ms
-                self._options.on_compared(ComparedPair(header.id, at_ms, candidate, header.version, comparison, form))
+                self._options.on_compared(_compared(running, pair, comparison))
         self._judge(
             running, [pair for pair, is_counted in zip(judged, counted[len(others) :], strict=True) if is_counted]
         )
@@ -468,7 +471,10 @@ class ShadowWorker:
         """A candidate whose breaker is open comes back by a PASS, at the end of the breaker's pause."""
         judge, now = running.judge, self._options.clock()
         if judge is not None and judge.verdict.verdict is Verdict.PASS and now >= self._pass_at:
-            self._pass_at = now + self._options.on_pass(running.order, judge.verdict, running.since_ms)
+            content_hash = running.candidate.content_hash
+            wait_s = self._options.on_pass(running.order, content_hash, judge.verdict, running.since_ms)
+            # One that is closed is looked at no more: what opens it then is newer than the verdict.
+            self._pass_at = now + (wait_s or inf)
 
     def _end_failed(self, failure: _Failure) -> None:
         """End a shadow whose canary has refused the candidate. While the broker is away, the next turn tries again."""
@@ -530,6 +536,20 @@ def _groups(running: _Running, readable: Sequence[_Readable]) -> list[list[_Read
             batches.append([])
         batches[-1].append(pair)
     return [batch for batches in groups.values() for batch in batches]
+
+
+def _compared(running: _Running, pair: _Readable, comparison: PairComparison) -> ComparedPair:
+    order, header = running.order, pair.header
+    return ComparedPair(
+        header.id,
+        pair.taken.at_ms,
+        order.candidate,
+        header.version,
+        comparison,
+        order.form,
+        running.candidate.content_hash,
+        order.id,
+    )
 
 
 def _judged(pair: _Readable, candidate: Mapping[str, Array] | NoOutputs, seconds_per_row: float = 0.0) -> Pair:

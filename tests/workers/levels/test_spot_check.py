@@ -5,6 +5,7 @@ Two optimizers with one model each share their breakers in memory; the test is e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,16 @@ MIN_ON_S = 60.0
 class _Fleet:
     """Two workers of one model, whose compiled form is as wrong as the test says. Every batch is checked."""
 
-    def __init__(self, home: Path, share: float = 1.0, **spec: Any) -> None:
+    def __init__(self, home: Path, share: float = 1.0, *, safety: Mapping[str, float] = {}, **spec: Any) -> None:
         self.clock = Clock()
         self.breakers = MemoryBreakers(lambda: int(self.clock.now * 1000))
         self.angle = 0.0
         """By how much the form turns its rows, in radians."""
         self.noise = np.random.default_rng(7)
         self.alerts: list[Alert] = []
-        self.workers = [self._worker(home / str(number), share, spec) for number in range(2)]
+        self.workers = [
+            self._worker(home / str(number), {**safety, "spot_check_share": share}, spec) for number in range(2)
+        ]
         self.second, self.first = self.workers
         for worker in self.workers:
             worker.serve(61)
@@ -44,8 +47,8 @@ class _Fleet:
             self.turn()
             self.first.settle()
 
-    def _worker(self, home: Path, share: float, spec: dict[str, Any]) -> OptimizerHarness:
-        config = InferenceConfig.model_validate({"max_level": 2, "safety": {"spot_check_share": share}})
+    def _worker(self, home: Path, safety: dict[str, float], spec: dict[str, Any]) -> OptimizerHarness:
+        config = InferenceConfig.model_validate({"max_level": 2, "safety": safety})
         model = Rotation(self.clock, {"compiled": Form(self._turned, cost_s=0.25)}, **spec)
         worker = OptimizerHarness(home, model, self.clock, config, breakers=self.breakers)
         worker.optimizer._alerts.register("test", self.alerts.append)
@@ -139,6 +142,45 @@ def test_wrong_answers_disable_the_form_after_its_shortest_time_on(fleet: _Fleet
     record = fleet.breakers.breakers("rotation").records[FORM]
     assert record.reason.startswith("spot checks: y: min_cosine")
     assert [alert.reason for alert in fleet.alerts] == [record.reason]
+
+
+@pytest.mark.parametrize(("min_on_s", "form"), [(5, "eager"), (60, "compiled")])
+def test_shortest_time_on_is_that_of_the_settings(tmp_path: Path, min_on_s: float, form: str):
+    """With min_on_s of five seconds a form whose spot checks fail goes off sooner."""
+    fleet = _Fleet(tmp_path, safety={"min_on_s": min_on_s})
+    fleet.turn()
+    assert fleet.forms_in_use == ["compiled", "compiled"]
+    fleet.angle = 0.5
+    fleet.serve(1)
+    fleet.clock.now += 5
+    fleet.first.settle()
+    fleet.turn()
+    fleet.turn()
+    assert fleet.forms_in_use == [form, form]
+
+
+@pytest.mark.parametrize(
+    ("safety", "form"),
+    [({}, "eager"), ({"drift_width": 100}, "compiled"), ({"drift_reference_size": 2000}, "compiled")],
+    ids=["default", "wide", "long window"],
+)
+def test_drift_is_looked_for_with_the_limits_of_the_settings(tmp_path: Path, safety: dict[str, float], form: str):
+    """A wide control limit, or a reference window that is not full yet: the form stays on."""
+    fleet = _Fleet(tmp_path, safety=safety)
+    fleet.angle = 0.002
+    fleet.serve(10)
+    fleet.angle = 0.02
+    fleet.serve(6)
+    assert fleet.forms_in_use == [form, form]
+
+
+def test_form_that_answers_better_than_it_did_stays_on(fleet: _Fleet):
+    """Its cosines rise: that is the better side."""
+    fleet.angle = 0.02
+    fleet.serve(10)
+    fleet.angle = 0.002
+    fleet.serve(20)
+    assert fleet.forms_in_use == ["compiled", "compiled"]
 
 
 def test_breaker_that_trips_waits_for_nothing(fleet: _Fleet):

@@ -21,6 +21,7 @@ def test_equal_outputs_pass():
     found = Comparer("m", [LOGITS]).compare({"y": ROW.copy()}, {"y": ROW})
     assert (found.outcome, found.reason, found.badness) == ("pass", "", 0)
     assert dict(found.figures) == {"y.max_delta": 0, "y.agreement": 1}
+    assert dict(found.worse_sides) == {"y.max_delta": "higher", "y.agreement": "lower"}
 
 
 def test_a_difference_beyond_the_tolerance_fails():

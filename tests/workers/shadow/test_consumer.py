@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +119,9 @@ def test_each_pair_is_compared_once_and_deleted(open_shadow: OpenShadow):
     state = shadow.end.state(shadow.model)
     assert (state.pairs, state.flow["bytes"]) == (0, "0")
     assert [each.comparison.outcome for each in shadow.compared] == ["pass"] * 3 + ["fail"]
+    assert {(each.shadow, each.candidate, each.version) for each in shadow.compared} == {(shadow.order.id, "1", "2")}
+    assert {each.comparison.worse_sides["y.max_delta"] for each in shadow.compared} == {"higher"}
+    assert all(len(each.content_hash) == 64 for each in shadow.compared)
     assert [json.loads(point)["outcome"] for point in state.series] == ["pass"] * 3 + ["fail"]
     assert state.report["f:served_ms_per_row"].split()[:2] == ["4", "2"]
     (worst,) = shadow.worst()
@@ -417,10 +419,11 @@ def test_a_pass_is_told_until_it_has_taken_effect(open_shadow: OpenShadow):
     shadow = open_shadow()
     shadow.started(canary_pairs=400)
     told: list[tuple[str, Verdict, bool]] = []
-    answers = iter((10_000.0, inf))
+    answers = iter((10_000.0, 0.0))
     later_s = 0.0
 
-    def on_pass(order: ShadowOrder, verdict: CanaryVerdict, since_ms: float) -> float:
+    def on_pass(order: ShadowOrder, content_hash: str, verdict: CanaryVerdict, since_ms: float) -> float:
+        assert len(content_hash) == 64
         told.append((order.id, verdict.verdict, since_ms <= shadow.end.server_ms()))
         return next(answers)
 

@@ -25,6 +25,7 @@ from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.package import load_package
 from penstock.safety.arm_figures import ArmFigures, read_observations
 from penstock.safety.breaker import MAX_COPY_AGE_S, MemoryBreakers
+from penstock.safety.orchestrator import Subject
 from penstock.safety.routing import Arm, RoutingTable
 from penstock.workers.levels import shared_breakers
 from penstock.workers.versions import peers
@@ -634,8 +635,8 @@ def test_arm_whose_jobs_fail_is_stopped_without_a_driver(site: Site, weights: di
     """AR-064: the worker opens its breaker, and tells that once; production answers from the next claim on."""
     site.rewrite("2", RAISES)
     site.activate(weights)
-    told: list[tuple[str, BreakerRecord]] = []
-    worker = site.start(on_arm_stopped=lambda name, record: told.append((name, record)))
+    told: list[tuple[Subject, BreakerRecord]] = []
+    worker = site.start(on_arm_stopped=lambda subject, record: told.append((subject, record)))
     site.await_loaded(worker)
     site.read_breakers(worker)
     failed = 0
@@ -650,7 +651,7 @@ def test_arm_whose_jobs_fail_is_stopped_without_a_driver(site: Site, weights: di
     site.await_loaded(other)
     site.read_breakers(other)
     assert _ended(site, other, 40) == [State.COMPLETED] * 40
-    assert [each for each, _ in told] == [name]
+    assert [each for each, _ in told] == [Subject(MODEL, "2", site.hashes["2"])]
     record = site.breakers.breakers(MODEL).records[name]
     assert record == told[0][1]
     assert record.reason.startswith(f"5 of {5} jobs failed within 60 s; of version 1, 0 of ")
