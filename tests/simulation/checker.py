@@ -199,11 +199,6 @@ class Simulation:
 
     # What the processes ask
 
-    @property
-    def is_out_of_patience(self) -> bool:
-        """Whether all should have come to its end by now."""
-        return self.schedule.now > self.plan.until + _PATIENCE_S
-
     def connect(self, caller: Caller) -> UnreliableEnd:
         """An end of the broker for one process."""
         shared = self._ends[0] if self._ends else None

@@ -81,8 +81,6 @@ _JOBS_BEYOND: Final = 2 + MOST_AT_ONCE
 _SHORT_FORWARD_S: Final = 0.0002
 _FORWARDS_BEFORE: Final = 20
 """So many short ones, and a version is known to have short forwards."""
-_HUNG_TURN_S: Final = 0.1
-"""A thread with a hung forward is looked at so often."""
 _LATE_S: Final = 0.05
 """A wait that takes so much longer than meant may have cost a renewal."""
 
@@ -114,6 +112,10 @@ _RUDE: Final = (
 
 class Crash(BaseException):
     """The process is dead. Not an Exception: no code of ours survives it."""
+
+
+class Hung(BaseException):
+    """The thread stays where it is, for ever: nothing of it goes on. It waits on top of no other one."""
 
 
 class SteppedDrain(Drain):
@@ -340,6 +342,7 @@ class Strand:
         self.is_busy = False
         self.is_asleep = True
         self._is_roused = False
+        self._hangs = False
 
     def due(self, delay: float) -> None:
         """The next turn comes in `delay` seconds, and not when it was due before."""
@@ -356,7 +359,7 @@ class Strand:
 
     def _fire(self, turn: int) -> None:
         worker, schedule = self._worker, self._worker.schedule
-        if turn != self._turn or worker.is_gone:
+        if turn != self._turn or worker.is_gone or self._hangs:
             return
         if schedule.now < worker.frozen_until:
             self.due(worker.frozen_until - schedule.now + schedule.rng.uniform(0.0, 0.01))
@@ -366,6 +369,10 @@ class Strand:
             delay = self._body()
         except Crash:
             worker.die()
+            return
+        except Hung:
+            self._hangs = True
+            worker.stay_in_forward()
             return
         except KeyboardInterrupt:
             raise
@@ -406,6 +413,11 @@ class Seat:
         """Whether it waits for work."""
         return self._work is None and self.strand.is_asleep and not self.strand.is_busy
 
+    @property
+    def work(self) -> BatchRun | None:
+        """The batch."""
+        return self._work
+
     def versions(self) -> set[str]:
         """The versions that the jobs of the batch wait for."""
         return self._versions
@@ -432,14 +444,11 @@ class Seat:
         return None if self.forward_s == inf else self.forward_s
 
     def run_here(self, work: BatchRun, run: Callable[[BatchRun], None]) -> None:
-        """A forward on the strand that calls this, to its end. One that hangs ends with its process only."""
-        worker = self._worker
+        """A forward on the strand that calls this, to its end. Raises Hung for one that has none."""
         self._answer(work, run)
-        while self.forward_s == inf:
-            worker.wait(_HUNG_TURN_S)
-            if self._simulation.is_out_of_patience:
-                raise Crash
-        worker.wait(self.forward_s)
+        if self.forward_s == inf:
+            raise Hung
+        self._worker.wait(self.forward_s)
         self._work, self._jobs, self._versions = None, [], set()
 
     def _answer(self, work: BatchRun, run: Callable[[BatchRun], None]) -> None:
@@ -728,6 +737,10 @@ class Worker:
             for seat, _ in zip((each for each in self._seats if each.is_free), waiting, strict=False):
                 seat.strand.due(self.schedule.rng.uniform(0.0, 0.001))
         return pause_s or max(0.0002, self.drain.sleep_s())
+
+    def stay_in_forward(self) -> None:
+        """The strand of the I/O thread has left a forward that a thread would not leave."""
+        self.drain.parts.executor.here = self._here.work
 
     def _turn_leases(self) -> float:
         pause_s = self.drain.leases.tick()
