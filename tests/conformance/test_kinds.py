@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import closing
 from typing import NamedTuple
+from uuid import uuid4
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from msgspec import structs
 
 from penstock.registry.broker.base import Commit, CommitStatus, Delivery, JobRecord, Limits, Publication, State
@@ -34,8 +38,30 @@ class Kind(NamedTuple):
 KINDS = [Kind(*each) for each in itertools.product(Priority, TENANTS, ("me", "you", ""), (0, DEADLINE_MS))]
 
 
-def jobs_of(slot: str, kinds: list[Kind]) -> list[Publication]:
-    """A job of each kind. Every third one has an idempotency key, every fourth one a webhook."""
+class Ask(NamedTuple):
+    """A job of one call, and how it ends."""
+
+    kind: Kind
+    is_keyed: bool
+    has_webhook: bool
+    state: State
+
+
+ASK = st.builds(Ask, st.sampled_from(KINDS), st.booleans(), st.booleans(), st.sampled_from(STATES))
+MIX = st.one_of(
+    st.lists(ASK, min_size=1, max_size=12),
+    # Few kinds in many jobs.
+    st.lists(ASK, min_size=1, max_size=2).flatmap(lambda few: st.lists(st.sampled_from(few), min_size=2, max_size=40)),
+)
+
+
+def asks_of(kinds: list[Kind]) -> list[Ask]:
+    """A job of each kind. Every third one has an idempotency key, every fourth one a webhook; the states take turns."""
+    return [Ask(kind, n % 3 == 0, n % 4 == 0, STATES[n % len(STATES)]) for n, kind in enumerate(kinds)]
+
+
+def jobs_of(slot: str, asks: list[Ask]) -> list[Publication]:
+    """One for each."""
     return [
         publication(
             slot,
@@ -43,22 +69,22 @@ def jobs_of(slot: str, kinds: list[Kind]) -> list[Publication]:
             tenant=kind.tenant,
             reply=reply_key(slot, kind.client) if kind.client else "",
             deadline_ms=kind.deadline_ms,
-            idempotency_digest=f"digest-{number}" if number % 3 == 0 else "",
-            fingerprint=f"fingerprint-{number}" if number % 3 == 0 else "",
-            webhook=f"https://receiver.example/{number}" if number % 4 == 0 else "",
+            idempotency_digest=f"digest-{number}" if is_keyed else "",
+            fingerprint=f"fingerprint-{number}" if is_keyed else "",
+            webhook=f"https://receiver.example/{number}" if has_webhook else "",
         )
-        for number, kind in enumerate(kinds)
+        for number, (kind, is_keyed, has_webhook, _) in enumerate(asks)
     ]
 
 
-def commits_of(jobs: list[Publication], deliveries: list[Delivery]) -> list[Commit]:
+def commits_of(jobs: list[Publication], deliveries: list[Delivery], states: Sequence[State] = STATES) -> list[Commit]:
     """The commit of each job, in the order of the jobs; the states take turns."""
     by_id = {delivery.sealed.decode(): delivery for delivery in deliveries}
     return [
         commit_of(
             by_id[job.job_id],
             f"result {number}".encode(),
-            state=STATES[number % len(STATES)],
+            state=states[number % len(states)],
             tenant=job.tenant,
             reply=job.reply,
             idempotency_digest=job.idempotency_digest,
@@ -75,7 +101,25 @@ def kinds(request: pytest.FixtureRequest) -> list[Kind]:
 
 def test_each_job_of_a_call_is_published_as_its_own(broker: BrokerOfWebhooks, slot: str, kinds: list[Kind]):
     """In its queue, for its tenant, until its time, under its idempotency key."""
-    jobs = jobs_of(slot, kinds)
+    assert_published_as_its_own(broker, slot, asks_of(kinds))
+
+
+def test_each_job_of_a_call_is_committed_as_its_own(broker: BrokerOfWebhooks, slot: str, kinds: list[Kind]):
+    """Its result and its state, its client, its tenant's count and its webhook."""
+    assert_committed_as_its_own(broker, slot, asks_of(kinds))
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(asks=MIX)
+def test_each_job_of_any_mix_is_published_and_committed_as_its_own(broker: BrokerOfWebhooks, asks: list[Ask]):
+    """Of any kinds in any order, with and without keys and webhooks, whatever their ends are."""
+    assert_published_as_its_own(broker, f"mix-{uuid4().hex[:12]}", asks)
+    assert_committed_as_its_own(broker, f"mix-{uuid4().hex[:12]}", asks)
+
+
+def assert_published_as_its_own(broker: BrokerOfWebhooks, slot: str, asks: list[Ask]) -> None:
+    """Publish these jobs in one call, and then once more under the same keys."""
+    jobs = jobs_of(slot, asks)
     assert [each.outcome for each in broker.publish(slot, jobs, ROOMY)] == ["accepted"] * len(jobs)
     counts = [depth.jobs for depth in broker.depths(slot)]
     assert counts == [sum(job.priority is priority for job in jobs) for priority in Priority]
@@ -85,18 +129,19 @@ def test_each_job_of_a_call_is_published_as_its_own(broker: BrokerOfWebhooks, sl
         assert (record.state, record.tenant) == (State.QUEUED, job.tenant)
         assert record.left_ms is not None
         assert (record.left_ms <= DEADLINE_MS) is (job.deadline_ms > 0)
-    again = broker.publish(slot, jobs_of(slot, kinds), ROOMY)
+    again = broker.publish(slot, jobs_of(slot, asks), ROOMY)
     keyed = [number for number, job in enumerate(jobs) if job.idempotency_digest]
     assert [(again[number].outcome, again[number].job_id) for number in keyed] == [
         ("known", jobs[number].job_id) for number in keyed
     ]
 
 
-def test_each_job_of_a_call_is_committed_as_its_own(broker: BrokerOfWebhooks, slot: str, kinds: list[Kind]):
-    """Its result and its state, its client, its tenant's count and its webhook."""
-    jobs = jobs_of(slot, kinds)
+def assert_committed_as_its_own(broker: BrokerOfWebhooks, slot: str, asks: list[Ask]) -> None:
+    """Publish these jobs, claim them, and commit them in one call."""
+    jobs = jobs_of(slot, asks)
     broker.publish(slot, jobs, ROOMY)
-    commits = commits_of(jobs, claim(broker, "w", slot, credit=len(jobs)))
+    states = [ask.state for ask in asks]
+    commits = commits_of(jobs, claim(broker, "w", slot, credit=len(jobs)), states)
     # A job that the consumer does not hold, among the others.
     commits.insert(len(commits) // 2, commits[0])
     assert settle(broker, "w", *commits) == [CommitStatus.COMMITTED] * len(commits)
@@ -105,7 +150,7 @@ def test_each_job_of_a_call_is_committed_as_its_own(broker: BrokerOfWebhooks, sl
     assert queued(broker, slot) == 0
     told: dict[str, list[bytes]] = defaultdict(list)
     replies = {job.reply for job in jobs if job.reply}
-    for entry in broker.read(dict.fromkeys(replies, "0-0"), 0):
+    for entry in broker.read(dict.fromkeys(replies, "0-0"), 0) if replies else ():
         told[entry.key] += entry.fields
     assert told == {
         reply: [

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from typing import Final
 
 from tests.simulation.checker import SOUND, Outcome
-from tests.simulation.mutants import MUTANTS
+from tests.simulation.every_mutant import EVERY_MUTANT
 from tests.simulation.runs import command_for, outcomes, outcomes_on
 
 _PROGRESS_EVERY_S: Final = 5.0
 _MOST_SHOWN: Final = 20
-_MUTATIONS: Final = {mutation.name: mutation for mutation in (SOUND, *(mutant.mutation for mutant in MUTANTS))}
+MUTATIONS: Final = {mutation.name: mutation for mutation in (SOUND, *(mutant.mutation for mutant in EVERY_MUTANT))}
 
 
 class _Tally:
@@ -65,13 +65,13 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, metavar="M", help="for how long at most")
     parser.add_argument("--trace", action="store_true", help="show everything that happens")
     parser.add_argument("--digests", action="store_true", help="show each trace in one word")
-    parser.add_argument("--mutant", choices=_MUTATIONS, default=SOUND.name, metavar="NAME", help="see mutants.py")
+    parser.add_argument("--mutant", choices=MUTATIONS, default=SOUND.name, metavar="NAME", help="see every_mutant.py")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="one for each core")
     options = parser.parse_args()
     count = options.seeds or (5000 if options.minutes is None else None)
     tally = _Tally()
     tell_at = _PROGRESS_EVERY_S
-    seeds, mutation = _seeds(options.first, count), _MUTATIONS[options.mutant]
+    seeds, mutation = _seeds(options.first, count), MUTATIONS[options.mutant]
     # Traces stay in the process that made them, and a mutation cannot be sent to another one.
     is_alone = options.trace or options.processes == 1 or mutation is not SOUND
     runs = outcomes(seeds, mutation) if is_alone else outcomes_on(options.processes, seeds)

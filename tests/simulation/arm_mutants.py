@@ -12,7 +12,8 @@ from penstock.workers.router import Answered, Aside, Route
 from penstock.workers.versions.version import ServedArms, ServedVersion
 from tests.simulation.checker import Mutation
 from tests.simulation.mutants import Mutant
-from tests.simulation.worker import STEPPED, SteppedRouter
+from tests.simulation.parts import SteppedRouter
+from tests.simulation.worker import STEPPED
 
 __all__ = ["ARM_MUTANTS"]
 

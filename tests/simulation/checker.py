@@ -16,10 +16,13 @@ from math import inf
 from random import Random
 from typing import Final
 
-from penstock.registry.broker.base import Limits, State
+from penstock.producers.job_state import ResultPolicy
+from penstock.registry.admission import JobBuilder
+from penstock.registry.broker.base import JobRecord, Limits, State
 from penstock.registry.broker.limits import REPLY_TTL_MS
 from penstock.registry.deployment import DeployedArm, Deployment, Routing
 from penstock.registry.envelope import ResultHeader
+from penstock.registry.result_match import ResultMatcher
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
 from penstock.workers.assembly import PartTypes
@@ -27,10 +30,11 @@ from penstock.workers.job import ClaimedJob
 from penstock.workers.versions.deployment_store import DeploymentStore, epoch_of
 from penstock.workers.versions.version import routing_table
 from tests.faults.history import Effect, History, check
-from tests.simulation.broker import TTL_MS, Caller, Entry, Truth, UnreliableEnd, opened
-from tests.simulation.client import Client, Job
+from tests.simulation.broker import TTL_MS, UNSIGNED, Caller, Entry, Truth, UnreliableEnd, opened
+from tests.simulation.client import CLIENTS, Client, Job
 from tests.simulation.operators import Operator
 from tests.simulation.packages import packages_of
+from tests.simulation.parts import content_hash_of
 from tests.simulation.plan import (
     LEASE_S,
     Fault,
@@ -44,7 +48,7 @@ from tests.simulation.plan import (
 )
 from tests.simulation.tiers import SharedStore
 from tests.simulation.virtual_time import Schedule
-from tests.simulation.worker import STEPPED, Machine, Seat, Supervisor, Worker, content_hash_of
+from tests.simulation.worker import STEPPED, Machine, Seat, Supervisor, Worker
 
 __all__ = ["SOUND", "Mutation", "Outcome", "Simulation", "simulate"]
 
@@ -77,6 +81,8 @@ class Mutation:
     end: type[UnreliableEnd] = UnreliableEnd
     types: PartTypes = STEPPED
     deployments: Callable[[DeploymentStore], DeploymentStore] = lambda machine: machine
+    builder: type[JobBuilder] = JobBuilder
+    matcher: type[ResultMatcher] = ResultMatcher
 
 
 SOUND: Final = Mutation("sound")
@@ -148,9 +154,14 @@ class Simulation:
         self._handed_over: dict[Entry, float] = {}
         """When each was, for the last time."""
         limits = Limits(self.plan.max_depth, 0, TTL_MS)
+        self.policy = ResultPolicy(UNSIGNED, TTL_MS / 1000)
+        """Both clients have it: they are two tenants of one process, such as the gateway."""
+        self.policy.matcher = mutation.matcher(UNSIGNED)
+        self.heard: JobRecord | None = None
+        """The last one with an answer that a client has read."""
         self.supervisor = Supervisor(self)
         self._operator = Operator(self) if self.plan.has_operator else None
-        self._clients = [Client(self, index, limits) for index in range(2)]
+        self._clients = [Client(self, index, limits) for index in range(CLIENTS)]
 
     def run(self) -> bool:
         """Everything happens; False when it does not come to rest."""

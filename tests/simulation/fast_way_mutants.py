@@ -5,15 +5,22 @@
     job.py, version.py inputs of alike jobs are joined as bytes;  their description is looked at once
     joint_results.py   the results of a batch are cut out of its outputs, and settled together; cached after that
     drain.py           the commit of a short forward carries the next claims
+    scheduler.py       an idle worker runs a short forward on its I/O thread
+    input_samples.py   jobs that are unlike all others lead without a digest
+    key.py             the part of a key that jobs with one header share is hashed once
 
 What the simulator cannot show, because another part keeps the promise or nothing in it lies, is tested beside the fast
 way: signatures, revocations, a plain job that is expired at its claim (the scheduler looks once more), a lost job
 that is committed (the broker fences it), the status of one commit taken for that of another, and claims that wait for
-a long forward: no job is lost by that.
+a long forward: no job is lost by that. Samples that say "new" of an input that was there before, or "not new" of a
+new one, cost forwards or digests only: no answer is wrong. A key without its tenant, or without its description, gives
+no wrong answer either: the model of a schedule answers equal inputs alike, whoever asks, and other shapes have other
+bytes.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -23,17 +30,19 @@ from msgspec import structs
 
 from penstock.registry.broker.base import Claim, CommitStatus, Delivery
 from penstock.workers.batch_run import BatchRun, JointAnswers
+from penstock.workers.cache import JobKeys, SingleFlight
 from penstock.workers.completer import CompletedRun, Completer, FallBack, NextTry, Rejoin, Settlement
-from penstock.workers.executor import Executor
 from penstock.workers.intake import Intake
 from penstock.workers.job import ClaimedJob
 from penstock.workers.joint_results import JointResults
+from penstock.workers.results import CachedAnswers
 from penstock.workers.router import RoutedClaim
 from penstock.workers.shared_headers import SharedHeaders
 from penstock.workers.versions.version import ServedVersion
 from tests.simulation.checker import Mutation
 from tests.simulation.mutants import Mutant
-from tests.simulation.worker import STEPPED, SteppedDrain, SteppedRouter
+from tests.simulation.parts import SteppedExecutor, SteppedRouter, SteppedScheduler
+from tests.simulation.worker import STEPPED, SteppedDrain
 
 __all__ = ["FAST_WAY_MUTANTS"]
 
@@ -163,7 +172,7 @@ class OnlyPlainJobsRouted(SteppedRouter):
 # Inputs and their description
 
 
-class InputsJoinedInReverse(Executor):
+class InputsJoinedInReverse(SteppedExecutor):
     """The inputs of a batch whose jobs are alike are joined from its last job to its first."""
 
     def run(self, run: BatchRun) -> None:
@@ -274,6 +283,81 @@ class ClaimsBesideCommitsOnly(SteppedDrain):
         return super()._claims() if self._completer.has_work else []
 
 
+class FoundAnswerForTheNeighbour(Completer):
+    """Found answers that are sealed together are sealed for the jobs before theirs."""
+
+    def add_cached(self, cached: CachedAnswers) -> None:
+        super().add_cached(cached._replace(answers=[*cached.answers[1:], *cached.answers[:1]]))
+
+
+# Short forwards
+
+
+class ShortForwardsBesideOthers(SteppedScheduler):
+    """A short forward runs on the I/O thread although other jobs wait for a batch."""
+
+    def _runs_here(self, run: BatchRun) -> bool:
+        versions, self._versions = self._versions, deque()
+        runs_here = super()._runs_here(run)
+        self._versions = versions
+        return runs_here
+
+
+class ShortForwardsOfSuspects(SteppedScheduler):
+    """A suspect runs on the I/O thread where its model's forwards were short."""
+
+    def _runs_here(self, run: BatchRun) -> bool:
+        is_as_built, run.is_as_built = run.is_as_built, False
+        runs_here = super()._runs_here(run)
+        run.is_as_built = is_as_built
+        return runs_here
+
+
+class ShortForwardNotHandedIn(SteppedExecutor):
+    """What has run on the I/O thread is not among the ended runs."""
+
+    def run_here(self, run: BatchRun) -> None:
+        super().run_here(run)
+        if run in self._done:
+            self._done.remove(run)
+
+
+class ShortForwardNotWatched(SteppedExecutor):
+    """No thread sees that a forward on the I/O thread hangs."""
+
+    def overdue_here(self, now: float) -> str | None:
+        return None
+
+
+# Samples and keys
+
+
+class SampledLeadersNeverEnd(SingleFlight):
+    """A job that leads without a digest goes on leading when it has ended: later equal jobs wait for its answer."""
+
+    def end_all(self, jobs: Iterable[ClaimedJob]) -> list[ClaimedJob]:
+        jobs = list(jobs)
+        alone = [job for job in jobs if job in self._alone]
+        together = super().end_all(jobs)
+        self._alone.update(dict.fromkeys(alone))
+        return together
+
+
+class OneKeyForAClaim(SteppedRouter):
+    """The jobs of a claim have the digest of its first job."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._keys.__class__ = _OneKey
+
+
+class _OneKey(JobKeys):
+    def begin_all(self, jobs: Sequence[ClaimedJob], label: str) -> None:
+        super().begin_all(jobs, label)
+        for job in jobs:
+            job.digest = jobs[0].digest
+
+
 def _misled(finding: str, **part: type[Any]) -> Mutant:
     (kind,) = part.values()
     return Mutant(Mutation(kind.__name__, types=replace(STEPPED, **part)), finding)
@@ -298,4 +382,11 @@ FAST_WAY_MUTANTS: Final[tuple[Mutant, ...]] = (
     _misled("no end", completer=RunSealedOnce),
     _misled("the answer of another", completer=AnswersCachedForTheNeighbour),
     _misled("no end", drain=ClaimsBesideCommitsOnly),
+    _misled("the answer of another", completer=FoundAnswerForTheNeighbour),
+    _misled("ran on the I/O thread while others waited", scheduler=ShortForwardsBesideOthers),
+    _misled("ran a suspect on the I/O thread", scheduler=ShortForwardsOfSuspects),
+    _misled("no end", executor=ShortForwardNotHandedIn),
+    _misled("no end", executor=ShortForwardNotWatched),
+    _misled("no end", flights=SampledLeadersNeverEnd),
+    _misled("the answer of another", router=OneKeyForAClaim),
 )

@@ -37,7 +37,6 @@ from penstock.workers.batching.batcher import Batcher, Pending, _SubQueue
 from penstock.workers.cache import AnswerCache, L1Cache, SingleFlight
 from penstock.workers.claims import Claimer
 from penstock.workers.completer import Completer
-from penstock.workers.executor import Executor
 from penstock.workers.intake import Intake
 from penstock.workers.job import ClaimedJob
 from penstock.workers.leases import LeaseKeeper
@@ -47,8 +46,9 @@ from penstock.workers.versions.deployment_store import DeploymentStore
 from penstock.workers.versions.version import ServedVersion
 from tests.simulation.broker import Entry, UnreliableEnd
 from tests.simulation.checker import Mutation
+from tests.simulation.parts import SteppedExecutor, SteppedRouter, SteppedScheduler
 from tests.simulation.plan import LEASE_S
-from tests.simulation.worker import STEPPED, SteppedDrain, SteppedRouter, SteppedScheduler
+from tests.simulation.worker import STEPPED, SteppedDrain
 
 __all__ = ["MUTANTS", "Mutant"]
 
@@ -669,7 +669,7 @@ class UnplacedForgotten(SteppedDrain):
         super().give_back_waiting()
 
 
-class TooFewThreads(Executor):
+class TooFewThreads(SteppedExecutor):
     """Model threads are as many as the first version needs."""
 
     def grow(self, threads: int) -> None:
@@ -687,7 +687,7 @@ class ReplayLost(UnreliableEnd):
         return outcome
 
 
-class HangsForgiven(Executor):
+class HangsForgiven(SteppedExecutor):
     """A forward over its limit is never given up: its job runs until it becomes a dead letter."""
 
     def give_up(self, run: BatchRun) -> ModelTrace:
@@ -711,7 +711,7 @@ class AnnouncedOnce(SteppedDrain):
         object.__setattr__(self.lifecycle, "announce_again", lambda *, replaces: None)
 
 
-class OnlyExceptionsCaught(Executor):
+class OnlyExceptionsCaught(SteppedExecutor):
     """What a model raises fails its job if it is an Exception, and ends the model thread otherwise."""
 
     def run(self, run: BatchRun) -> None:
@@ -771,7 +771,7 @@ _PARTS: Final[tuple[tuple[type[Any], str], ...]] = (
     (AnswerCache, "answers"),
     (Completer, "completer"),
     (Intake, "intake"),
-    (Executor, "executor"),
+    (SteppedExecutor, "executor"),
     (Claimer, "claimer"),
 )
 """What a mutant may be, and its place among the parts of a drain."""

@@ -132,6 +132,10 @@ class Plan:
     """Bytes of jobs that a worker may hold; 0: as in the settings."""
     has_instances: bool = False
     """Models run in processes of their own: a poisonous job ends its instance, and the worker goes on."""
+    has_forger: bool = False
+    """Strangers put other results in the place of those that clients read."""
+    has_short_forwards: bool = False
+    """Forwards are that short, and may run on any thread: an idle worker runs them on its I/O thread."""
 
     @property
     def is_calm(self) -> bool:
@@ -338,6 +342,31 @@ def _independently(rng: Random, plan: Plan) -> Plan:
     )
 
 
+def _forged(rng: Random, plan: Plan) -> Plan:
+    """The same, but that strangers forge results. They have no part in what happens else."""
+    return replace(plan, has_forger=True)
+
+
+def _hung(rng: Random, order: Order) -> Order:
+    """The same, with jobs that hang, few of them: each takes a process with it."""
+    return replace(order, making="hung", count=rng.choice((1, 2)), deadline_s=None)
+
+
+def _short_forwards(rng: Random, plan: Plan) -> Plan:
+    """The same, but that forwards are short, and that each worker has one model thread."""
+    orders = [_hung(rng, order) if rng.random() < 0.05 else order for order in plan.orders]
+    return replace(
+        plan,
+        orders=tuple(orders),
+        has_short_forwards=True,
+        has_long_forwards=rng.random() < 0.1,
+        concurrency=1,
+        further_threads=0,
+        forward_s=rng.choice((0.0001, 0.0002)),
+        max_rows=rng.choice((1, 4, 16)),
+    )
+
+
 _CHANGES: Final[tuple[tuple[Callable[[Random, Plan], Plan], float], ...]] = (
     (_overdue, 0.06),
     (_loss, 0.06),
@@ -346,8 +375,11 @@ _CHANGES: Final[tuple[tuple[Callable[[Random, Plan], Plan], float], ...]] = (
     (_sizes, 0.05),
     (_mixed, 0.03),
     (_independently, 0.5),
+    (_forged, 0.1),
+    (_short_forwards, 0.08),
 )
-"""Each with its share of the schedules."""
+"""Each with its share of the schedules. Which ones, its name decides: those of FOUND in test_simulation.py must not be
+among those that an addition changes."""
 
 
 def _order(rng: Random, until: float, models: int) -> Order:

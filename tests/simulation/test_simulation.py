@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from tests.simulation.arm_mutants import ARM_MUTANTS
+from tests.simulation.__main__ import MUTATIONS
 from tests.simulation.broker import UnreliableEnd
-from tests.simulation.fast_way_mutants import FAST_WAY_MUTANTS
-from tests.simulation.mutants import MUTANTS, Mutant
+from tests.simulation.every_mutant import EVERY_MUTANT
+from tests.simulation.mutants import Mutant
+from tests.simulation.parts import SteppedWakeUp
 from tests.simulation.runs import command_for, outcomes
-from tests.simulation.tier_mutants import TIER_MUTANTS
-from tests.simulation.worker import SteppedDrain, SteppedWakeUp
+from tests.simulation.worker import SteppedDrain
 
 SEEDS = int(os.environ.get("SIMULATION_SEEDS", "2000"))
 """Schedules per run; `make chaos` runs for minutes."""
@@ -115,7 +115,6 @@ def _digests(hash_seed: str, processes: str) -> list[str]:
     return [line for line in answer.stdout.splitlines() if line[0].isdigit() and "schedules" not in line]
 
 
-ALL_MUTANTS = (*MUTANTS, *FAST_WAY_MUTANTS, *TIER_MUTANTS, *ARM_MUTANTS)
 LATE = {"ArmsAreForgotten", "PauseForgotten", "VersionsShareAFlight", "VersionsShareAnswers"}
 """Mutants that show themselves after some hundred schedules only: too long for `make test`."""
 
@@ -123,7 +122,7 @@ LATE = {"ArmsAreForgotten", "PauseForgotten", "VersionsShareAFlight", "VersionsS
 def _mutants() -> Iterator[Any]:
     """Of those that are caught by the same finding, the first for `make test`, and the others for `make test-all`."""
     found: set[str] = set()
-    for mutant in ALL_MUTANTS:
+    for mutant in EVERY_MUTANT:
         is_late = mutant.finding in found or mutant.mutation.name in LATE
         marks = [pytest.mark.slow, pytest.mark.timeout(500)] if is_late else []
         found.add(mutant.finding)
@@ -132,7 +131,14 @@ def _mutants() -> Iterator[Any]:
 
 def test_late_mutants_are_mutants():
     """Each name in LATE is the name of a mutant."""
-    assert {mutant.mutation.name for mutant in ALL_MUTANTS} >= LATE
+    assert {mutant.mutation.name for mutant in EVERY_MUTANT} >= LATE
+
+
+def test_every_mutant_has_a_name_of_its_own_by_which_the_command_runs_it():
+    """The command takes each of them by its name, in whichever list it is."""
+    names = [mutant.mutation.name for mutant in EVERY_MUTANT]
+    assert len({*names}) == len(names)
+    assert {*names} < {*MUTATIONS}
 
 
 @pytest.mark.parametrize("mutant", list(_mutants()))

@@ -3,6 +3,9 @@
     Strand "io"     Drain.step          woken by the broker's answer and by a finished forward
     Strand "leases" LeaseKeeper.tick
     Seat            Executor.begin, run -- the forward's time passes --> finish, on each model thread
+    Seat "here"     Executor.run_here, on the strand "io": it waits while the forward's time passes
+
+The strand "leases" also asks the executor, as the watchdog's thread does, whether a forward on the strand "io" hangs.
 
 A process dies by `Crash`, which unwinds whatever it was doing: its memory is gone, its leases stay. A frozen one is
 not stepped until it thaws, also when it freezes in the middle of a step. A supervisor starts another in the place of
@@ -17,32 +20,33 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from penstock.registry.broker.base import Claim, Held
 from penstock.registry.broker.incidents import timeout_incident
-from penstock.registry.envelope import Failure
 from penstock.registry.errors import BrokerUnavailable, OutOfMemory, UnknownModel
 from penstock.registry.package import Package
 from penstock.registry.settings import Settings
 from penstock.workers.assembly import DrainOptions, PartTypes, build_drain
-from penstock.workers.backlog import Waiting
 from penstock.workers.batch_run import BatchRun
-from penstock.workers.claims import WakeUp
 from penstock.workers.drain import Drain
-from penstock.workers.frameworks.inference_proxy import InferenceProxy
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.process.crash_journal import FormInUse
-from penstock.workers.router import JobRouter
-from penstock.workers.runtime.base import InstanceLost, Runtime
-from penstock.workers.runtime.python_entrypoint import PythonRuntime
-from penstock.workers.scheduler import Scheduler
+from penstock.workers.runtime.base import InstanceLost
 from penstock.workers.versions.deployment_store import epoch_of
-from penstock.workers.versions.loader import Loader
 from penstock.workers.versions.version import ServedVersion, VersionState
 from tests.simulation.broker import TTL_MS, Bystander, Entry, UnreliableEnd
 from tests.simulation.packages import further_version
+from tests.simulation.parts import (
+    Double,
+    SteppedExecutor,
+    SteppedLoader,
+    SteppedRouter,
+    SteppedScheduler,
+    SteppedWakeUp,
+    put_in_place,
+)
 from tests.simulation.plan import LEASE_S, MOST_AT_ONCE, Fault
 from tests.simulation.reports import CountedEnds
 from tests.simulation.tiers import SimulatedTiers
@@ -51,7 +55,9 @@ from tests.simulation.virtual_time import Schedule
 if TYPE_CHECKING:
     from tests.simulation.checker import Simulation
 
-__all__ = ["Crash", "Machine", "Seat", "SteppedDrain", "Strand", "Supervisor", "Worker", "content_hash_of"]
+__all__ = [
+    *("STEPPED", "Crash", "Machine", "Seat", "SteppedDrain", "Strand", "Supervisor", "Worker"),
+]
 
 
 class _SilentMetrics(InferenceMetrics):
@@ -72,6 +78,9 @@ _METRICS: Final = _SilentMetrics((0.1, 1.0))
 """Shared by all workers, which report to it."""
 _JOBS_BEYOND: Final = 2 + MOST_AT_ONCE
 """The last job of a claim and of a take-over, and the jobs of one call that publishes, for a blocking claim."""
+_SHORT_FORWARD_S: Final = 0.0002
+_FORWARDS_BEFORE: Final = 20
+"""So many short ones, and a version is known to have short forwards."""
 _LATE_S: Final = 0.05
 """A wait that takes so much longer than meant may have cost a renewal."""
 
@@ -100,97 +109,13 @@ _RUDE: Final = (
 )
 """What models raise that are rude: it is no Exception, or cannot be told as it is."""
 
-Double: TypeAlias = Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
-"""Version and inputs -> outputs."""
-
 
 class Crash(BaseException):
     """The process is dead. Not an Exception: no code of ours survives it."""
 
 
-class SteppedWakeUp(WakeUp):
-    """A bell without a descriptor, which the scheduler of the schedule hears, too. Nobody sleeps."""
-
-    hear_bell: Callable[[], None] = staticmethod(lambda: None)
-    has_answer: Callable[[], bool] = staticmethod(lambda: False)
-    """Whether the blocking claim has one."""
-
-    def __init__(self) -> None:
-        self.fd = -1
-        self.is_lost = False
-        self.has_rung = False
-        """Since the I/O thread was last awake."""
-        self.has_woken = False
-        """Whether a ring ended the last sleep, or came before it."""
-
-    def ring(self) -> None:
-        """As ever."""
-        self.has_rung = True
-        self.hear_bell()
-
-    def clear(self) -> None:
-        """As ever."""
-        self.has_rung = False
-
-    def sleep(self, answer_fd: int, timeout_s: float) -> bool:
-        """As ever, for no time."""
-        self.has_woken, self.has_rung = self.has_rung, False
-        return answer_fd >= 0 and self.has_answer()
-
-    def forget_descriptors(self) -> None:
-        """There are none."""
-
-
-class SteppedRouter(JobRouter):
-    """Says when it finds no worker with a version."""
-
-    when_nowhere: Callable[[str, str], None] = staticmethod(lambda _slot, _label: None)
-
-    def find_elsewhere(self, job: ClaimedJob, *, waiting: int) -> ServedVersion | str | Failure | None:
-        """As ever."""
-        place = super().find_elsewhere(job, waiting=waiting)
-        if isinstance(place, Failure):
-            self.when_nowhere(job.header.model, job.header.version)
-        return place
-
-
-class SteppedScheduler(Scheduler):
-    """Checks that no more urgent job with the same batch key stays behind; ageing is off in simulations."""
-
-    violate: Callable[[str], None] = staticmethod(lambda _: None)
-    worker = ""
-    end: UnreliableEnd | None = None
-
-    def next_run(self, expired: list[Waiting], *, is_idle: bool) -> BatchRun | None:
-        """As ever."""
-        run = super().next_run(expired, is_idle=is_idle)
-        if run is not None:
-            if run.version.policy.concurrency > self._executor.threads:
-                self.violate(f"fewer model threads than a version may use: {self.worker}")
-            least = max(item.priority for item in run.batch.items)
-            pending = run.version.queue.batcher.pending()
-            if any(item.priority < least and item.key == run.batch.key for item in pending):
-                self.violate(f"batched a less urgent job first: {self.worker}")
-        return run
-
-
-class SteppedLoader(Loader):
-    """Loads take virtual time, and some of them fail."""
-
-    schedule: Schedule
-    double: Double
-
-    def begin(self, version: ServedVersion, runtime: Runtime) -> None:
-        """See Loader.begin."""
-        rng = self.schedule.rng
-        self.schedule.inject("load", version.spec.reference)
-        problem = "a load that fails" if rng.random() < 0.1 else ""
-
-        def end() -> None:
-            _put_in_place(version, self.double)
-            self.end(runtime, problem, 0)
-
-        self.schedule.after(rng.choice((0.0, rng.uniform(0.0, 0.3), rng.uniform(0.0, 1.5))), end)
+class Hung(BaseException):
+    """The thread stays where it is, for ever: nothing of it goes on. It waits on top of no other one."""
 
 
 class SteppedDrain(Drain):
@@ -215,24 +140,32 @@ class SteppedDrain(Drain):
         double: Double,
         hear_bell: Callable[[], None],
         when_nowhere: Callable[[str, str], None],
+        has_short_forwards: bool,
+        pass_time: Callable[[BatchRun, Callable[[BatchRun], None]], None],
     ) -> None:
-        """Join a schedule. when_nowhere: called with a version that no worker is said to have."""
+        """Join a schedule. when_nowhere: called with a version that no worker is said to have. pass_time: see
+        SteppedExecutor."""
         self._schedule, self._double, self._end = schedule, double, end
+        self._has_short_forwards = has_short_forwards
         parts = self.parts
-        wake_up, router, scheduler, loader = (
+        wake_up, router, scheduler, executor, loader = (
             parts.claimer.wake_up,
             parts.router,
             parts.scheduler,
+            parts.executor,
             parts.lifecycle.loader,
         )
         assert isinstance(wake_up, SteppedWakeUp)
         assert isinstance(router, SteppedRouter)
         assert isinstance(scheduler, SteppedScheduler)
+        assert isinstance(executor, SteppedExecutor)
         assert isinstance(loader, SteppedLoader)
         wake_up.hear_bell, wake_up.has_answer = hear_bell, end.has_answer
         router.when_nowhere = when_nowhere
         scheduler.violate, scheduler.worker, scheduler.end = schedule.violate, self.name, end
-        loader.schedule, loader.double = schedule, double
+        executor.violate, executor.worker, executor.pass_time = schedule.violate, self.name, pass_time
+        executor.others_wait = lambda: any(len(version.queue.batcher) for version in parts.lifecycle.turns)
+        loader.schedule, loader.double, loader.has_short_forwards = schedule, double, has_short_forwards
 
     def load(self) -> None:
         """The double in the place of what the packages would build."""
@@ -241,12 +174,25 @@ class SteppedDrain(Drain):
             lifecycle.follow_at_start(lifecycle.models[name], active)
         for model in lifecycle.models.values():
             assert model.active is not None
-            _put_in_place(model.active, self._double)
+            put_in_place(model.active, self._double, self._has_short_forwards)
             model.active.has_loaded()
             self.parts.executor.grow(model.active.policy.concurrency)
             for label in lifecycle.table.labels(model.name):
                 lifecycle.table.resolve(model, label)
+        self._remember_forwards(())
         self._note_offered()
+
+    def _follow_lifecycle(self) -> None:
+        """As ever."""
+        ready = [version for version in self.lifecycle.turns if version.is_ready] if self._has_short_forwards else ()
+        super()._follow_lifecycle()
+        self._remember_forwards(ready)
+
+    def _remember_forwards(self, known: Sequence[ServedVersion]) -> None:
+        """As if versions had served for a while before: their forwards are known to be short."""
+        for version in self.lifecycle.turns if self._has_short_forwards else ():
+            for _ in range(_FORWARDS_BEFORE if version.is_ready and version not in known else 0):
+                version.queue.note_forward(_SHORT_FORWARD_S)
 
     def step(self, longest_wait_s: float = 0.0) -> float | None:
         """As ever."""
@@ -337,24 +283,12 @@ STEPPED: Final = PartTypes(
     drain=SteppedDrain,
     router=SteppedRouter,
     scheduler=SteppedScheduler,
+    executor=SteppedExecutor,
     loader=SteppedLoader,
     wake_up=SteppedWakeUp,
     tiers=SimulatedTiers,
 )
 """The parts of a worker in a schedule."""
-
-
-def _put_in_place(version: ServedVersion, double: Double) -> None:
-    """The double in the place of what the package would build, with the hash that promotions name."""
-    assert isinstance(version.runtime, PythonRuntime)
-    version.runtime.model = partial(double, version.label)
-    version.runtime._adapter = InferenceProxy(version.runtime.model)
-    version.runtime._content_hash = content_hash_of(version.label)
-
-
-def content_hash_of(version: str) -> str:
-    """What the doubles hash to."""
-    return version * 64
 
 
 class SimulatedRepository:
@@ -408,6 +342,7 @@ class Strand:
         self.is_busy = False
         self.is_asleep = True
         self._is_roused = False
+        self._hangs = False
 
     def due(self, delay: float) -> None:
         """The next turn comes in `delay` seconds, and not when it was due before."""
@@ -424,7 +359,7 @@ class Strand:
 
     def _fire(self, turn: int) -> None:
         worker, schedule = self._worker, self._worker.schedule
-        if turn != self._turn or worker.is_gone:
+        if turn != self._turn or worker.is_gone or self._hangs:
             return
         if schedule.now < worker.frozen_until:
             self.due(worker.frozen_until - schedule.now + schedule.rng.uniform(0.0, 0.01))
@@ -434,6 +369,10 @@ class Strand:
             delay = self._body()
         except Crash:
             worker.die()
+            return
+        except Hung:
+            self._hangs = True
+            worker.stay_in_forward()
             return
         except KeyboardInterrupt:
             raise
@@ -474,6 +413,11 @@ class Seat:
         """Whether it waits for work."""
         return self._work is None and self.strand.is_asleep and not self.strand.is_busy
 
+    @property
+    def work(self) -> BatchRun | None:
+        """The batch."""
+        return self._work
+
     def versions(self) -> set[str]:
         """The versions that the jobs of the batch wait for."""
         return self._versions
@@ -489,13 +433,27 @@ class Seat:
         return self.jobs() if work is not None and is_over and work.is_last else []
 
     def _turn(self) -> float | None:
-        worker, executor = self._worker, self._worker.drain.parts.executor
+        executor = self._worker.drain.parts.executor
         if self._work is not None:
             executor.finish(self._number, self._work)
             self._work, self._jobs, self._versions = None, [], set()
         work = executor.begin(self._number)
         if work is None:
             return None
+        self._answer(work, executor.run)
+        return None if self.forward_s == inf else self.forward_s
+
+    def run_here(self, work: BatchRun, run: Callable[[BatchRun], None]) -> None:
+        """A forward on the strand that calls this, to its end. Raises Hung for one that has none."""
+        self._answer(work, run)
+        if self.forward_s == inf:
+            raise Hung
+        self._worker.wait(self.forward_s)
+        self._work, self._jobs, self._versions = None, [], set()
+
+    def _answer(self, work: BatchRun, run: Callable[[BatchRun], None]) -> None:
+        """The forward, whose time has yet to pass."""
+        worker = self._worker
         self._work = work
         self._jobs = [item.job for item in work.batch.items]
         self._versions = {item.key.version for item in work.batch.items}
@@ -505,12 +463,11 @@ class Seat:
         # While this one waits at a checkpoint, another may begin and end.
         outer, worker.seat = worker.seat, self
         try:
-            executor.run(work)
+            run(work)
         finally:
             worker.seat = outer
         # The executor takes whatever is raised in a forward for the model's failure.
         worker.check_alive()
-        return None if self.forward_s == inf else self.forward_s
 
 
 def _place_of(error: BaseException) -> str:
@@ -654,11 +611,15 @@ class Worker:
             double=self._forward,
             hear_bell=lambda: self._io.rouse(),
             when_nowhere=partial(simulation.is_nowhere, self),
+            has_short_forwards=simulation.plan.has_short_forwards,
+            pass_time=lambda work, run: self._here.run_here(work, run),
         )
         self.drain.load()
         simulation.truth.callers[self.drain.consumer] = self
         self._io = Strand(self, self._turn_io)
-        self._leases = Strand(self, self.drain.leases.tick)
+        self._leases = Strand(self, self._turn_leases)
+        self._here = Seat(self, simulation, -1)
+        """Its strand has no turns."""
         self._seats = [Seat(self, simulation, number) for number in range(simulation.plan.concurrency)]
         self.end.rouse = self._io.rouse
         self._io.due(schedule.rng.uniform(0.0, 0.05))
@@ -684,7 +645,8 @@ class Worker:
         self.schedule.inject("death", self.label)
         leased = self.end.leased_to(self.drain.consumer)
         if self.stopped_at is None:
-            self._simulation.truth.crashes.update(job.header.id for seat in self._seats for job in seat.jobs())
+            seats = (self._here, *self._seats)
+            self._simulation.truth.crashes.update(job.header.id for seat in seats for job in seat.jobs())
         # The system closes a dead process's connections in a moment; jobs that its blocking claim receives
         # until then are leased to no living worker.
         self.schedule.after(self.schedule.rng.uniform(0.0, 0.05), self.end.drop_armed)
@@ -766,12 +728,8 @@ class Worker:
         if pause_s is None:
             self._leave()
             return None
-        if self.drain.ails and not self._is_given_up:
-            # Its own watchdog ends the process, or its supervisor, who reads in the journal that the forward hangs.
-            self._is_given_up = True
-            for seat in self._seats:
-                self._simulation.have_timed_out(seat.timed_out())
-            self.schedule.after(self.schedule.rng.uniform(0.3, 1.5), self.die)
+        if self.drain.ails:
+            self._give_up(self._seats)
         executor = self.drain.parts.executor
         for number in range(len(self._seats), executor.threads):
             self._seats.append(Seat(self, self._simulation, number))
@@ -779,6 +737,26 @@ class Worker:
             for seat, _ in zip((each for each in self._seats if each.is_free), waiting, strict=False):
                 seat.strand.due(self.schedule.rng.uniform(0.0, 0.001))
         return pause_s or max(0.0002, self.drain.sleep_s())
+
+    def stay_in_forward(self) -> None:
+        """The strand of the I/O thread has left a forward that a thread would not leave."""
+        self.drain.parts.executor.here = self._here.work
+
+    def _turn_leases(self) -> float:
+        pause_s = self.drain.leases.tick()
+        executor = self.drain.parts.executor
+        if executor.here is not None and executor.overdue_here(self.schedule.now) is not None:
+            self._give_up([self._here])
+        return pause_s
+
+    def _give_up(self, seats: Sequence[Seat]) -> None:
+        """Its own watchdog ends the process, or its supervisor, who reads in the journal that the forward hangs."""
+        if self._is_given_up:
+            return
+        self._is_given_up = True
+        for seat in seats:
+            self._simulation.have_timed_out(seat.timed_out())
+        self.schedule.after(self.schedule.rng.uniform(0.3, 1.5), self.die)
 
     def _forward(self, version: str, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
         """The model double: answers twice the question and which version it is, unless its job's making is another."""
@@ -817,7 +795,7 @@ class Worker:
         for part in (
             *(parts.lifecycle, parts.placement, parts.intake, parts.router, parts.backlog, parts.scheduler),
             *(parts.executor, parts.completer, parts.claimer, parts.releaser, parts.telemetry, parts.status),
-            *(parts.events, self.drain.leases, self.drain, self._io, self._leases, *self._seats, self),
+            *(parts.events, self.drain.leases, self.drain, self._io, self._leases, *self._seats, self._here, self),
         ):
             vars(part).clear()
 

@@ -13,12 +13,12 @@ from msgspec import structs
 
 from penstock.registry.broker.base import Commit
 from penstock.registry.envelope import Keyring
-from penstock.registry.tensors import DTYPES, MAX_RESULT_BYTES, STRING, Array
+from penstock.registry.tensors import DTYPES, MAX_RESULT_BYTES, STRING, Array, encode
 from penstock.workers import joint_results, results
 from penstock.workers.batch_run import BatchRun, JointAnswers
 from penstock.workers.job import ClaimedJob
 from penstock.workers.joint_results import JointSealer
-from penstock.workers.results import JobOutcome, commit_of
+from penstock.workers.results import CachedAnswers, EncodedOutputs, JobOutcome, commit_of
 from penstock.workers.versions.version import ServedVersion
 from tests.workers.claims_of_jobs import KEYRINGS, KINDS, SIGNING, UNSIGNED, Sealer, delivery_of
 from tests.workers.doubles import ready_version, run_of
@@ -167,6 +167,60 @@ def test_a_batch_with_a_job_of_another_kind_is_sealed_one_by_one(
     jobs[at].is_lost = other == "lost"
     run = run_with(jobs, {"y": output_of("float32", (1,), "contiguous", sum(job.rows for job in jobs))}, version)
     assert joint_commits(run, worker="w", keyring=keyring) is None
+
+
+def found_answers() -> list[EncodedOutputs]:
+    """Answers of a cache: of several shapes and contents; some have one description, others an equal one."""
+    contents = [encode({"y": np.arange(rows, dtype=np.float32).reshape(rows, 1)}) for rows in (1, 1, 2)]
+    contents += [encode({"y": np.ones((1, 3), np.int64), "z": np.zeros((1,), bool)}), encode({})]
+    described = [
+        EncodedOutputs(content, body, content_hash, 0) for content, body in contents for content_hash in ("a" * 64, "b")
+    ]
+    first = described[0]
+    return [*described, *(structs.replace(first, body=np.float32(number).tobytes()) for number in range(4))]
+
+
+FOUND: Final = st.integers(0, len(found_answers()) - 1)
+"""The number of a found answer."""
+
+
+def together_and_by_themselves(
+    kinds: list[str], numbers: list[int], sealer: JointSealer, keyring: Keyring, worker: str
+) -> tuple[list[Commit] | None, list[Commit]]:
+    """The commits of jobs of one claim, which have these answers of the cache."""
+    version, answers = ready_version(), found_answers()
+    cached = CachedAnswers(version, jobs_of(kinds, keyring, version), [answers[number] for number in numbers])
+    alone = [
+        commit_of(outcome, worker=worker, keyring=keyring, client_tracebacks=False)[1] for outcome in cached.outcomes()
+    ]
+    return sealer.of_cached(cached), alone
+
+
+@pytest.mark.parametrize("keyring", KEYRINGS.values(), ids=KEYRINGS)
+@settings(max_examples=60, derandomize=True)
+@given(
+    claims=st.lists(st.lists(st.tuples(st.sampled_from(PLAIN), FOUND), min_size=1, max_size=6), min_size=1, max_size=3),
+    worker=st.sampled_from(["", "gpu0@host", "\xa7timings\x93\xcb"]),
+)
+def test_found_answers_that_are_sealed_together_are_those_that_are_sealed_one_by_one(
+    claims: list[list[tuple[str, int]]], worker: str, keyring: Keyring
+):
+    """Of jobs of several kinds, with answers of several shapes and contents, in claim after claim of one worker."""
+    sealer = JointSealer(worker=worker, keyring=keyring)
+    for claim in claims:
+        kinds, numbers = [kind for kind, _ in claim], [number for _, number in claim]
+        together, alone = together_and_by_themselves(kinds, numbers, sealer, keyring, worker)
+        assert together == alone
+
+
+@settings(max_examples=40, derandomize=True)
+@given(kinds=st.lists(st.sampled_from(PLAIN), max_size=3), other=st.sampled_from(OTHERS), at=st.integers(0, 3))
+def test_found_answers_of_other_jobs_are_sealed_one_by_one(kinds: list[str], other: str, at: int):
+    """One job that is not plain, at any place of its claim, is enough."""
+    kinds.insert(at % (len(kinds) + 1), other)
+    sealer = JointSealer(worker="w", keyring=SIGNING)
+    together, alone = together_and_by_themselves(kinds, [0] * len(kinds), sealer, SIGNING, "w")
+    assert (together, len(alone)) == (None, len(kinds))
 
 
 @pytest.mark.parametrize(

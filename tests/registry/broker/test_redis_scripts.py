@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.registry.broker import redis_scripts as scripts
 from penstock.registry.broker.base import Commit, Delivery, Limits, Publication, State
@@ -39,6 +41,53 @@ def test_jobs_of_several_kinds_name_theirs():
     one, two = ["acme"] * 8, ["acme", "globex"] * 4
     assert len(_publish(*two)) - len(_publish(*one)) == 8 + 5
     assert len(_commit(*two)) - len(_commit(*one)) == 8 + 3
+
+
+JOB = st.tuples(st.sampled_from(["acme", "globex", "umbrella"]), st.booleans(), st.booleans())
+"""Tenant, whether there is an idempotency key, and whether there is a webhook (of a commit: an account that pays)."""
+
+
+@given(st.lists(JOB, max_size=30))
+def test_a_call_has_no_words_beside_those_of_its_jobs_and_their_kinds(asked: list[tuple[str, bool, bool]]):
+    """A job has two words to publish and three to commit, one more where there are several kinds, and those of what
+    only some jobs have. A further word for each job fails this test."""
+    jobs = [
+        Publication(
+            new_job_id("m"),
+            Priority.LOW,
+            b"sealed",
+            tenant,
+            "{m}:reply:me",
+            f"digest-{number}" if is_keyed else "",
+            "fingerprint" if is_keyed else "",
+            webhook="https://receiver.example" if has_more else "",
+        )
+        for number, (tenant, is_keyed, has_more) in enumerate(asked)
+    ]
+    commits = [
+        Commit(
+            "m",
+            Priority.LOW,
+            b"1700000000000-%d" % number,
+            job.job_id,
+            State.COMPLETED,
+            b"sealed",
+            job.tenant,
+            job.reply,
+            job.idempotency_digest,
+            account="account" if job.webhook else "",
+        )
+        for number, job in enumerate(jobs)
+    ]
+    kinds, keyed = len({tenant for tenant, _, _ in asked}), sum(is_keyed for _, is_keyed, _ in asked)
+    more, numbers = sum(has_more for _, _, has_more in asked), len(jobs) if kinds > 1 else 0
+    empty = len(scripts.publish("m", [], LIMITS))
+    assert len(scripts.publish("m", jobs, LIMITS)) - empty == 2 * len(jobs) + numbers + 5 * kinds + 4 * keyed + 2 * more
+    # One reply address: its key and its cap.
+    replies = 2 if jobs else 0
+    empty = len(scripts.commit("w", "m", [], 60_000))
+    words = len(scripts.commit("w", "m", commits, 60_000)) - empty - replies
+    assert words == 3 * len(jobs) + numbers + 3 * kinds + 2 * keyed + 4 * more
 
 
 def test_an_empty_call_names_no_kind():
