@@ -1,6 +1,6 @@
 """One HTTP request and its answer, on ASGI. It bounds what a client can make the process hold and wait for.
 
-    head -> declared length (413 before a byte is read) -> body, within a time -> answer, or a stream of parts
+    head -> type and declared length (415 and 413 before a byte is read) -> body, within a time -> answer, or parts of it
 
 A client that has gone is noticed while a route waits: see `watch`.
 """
@@ -37,6 +37,8 @@ Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 JSON: Final = b"application/json"
+_JSON_TYPES: Final = frozenset({"", JSON.decode()})
+_PLAIN_ENCODINGS: Final = frozenset({b"", b"identity"})
 _WATCH_AFTER_S: Final = 0.02
 """Most answers come sooner, and need no task that listens for the end of the connection."""
 _MOST_QUERY: Final = 32
@@ -123,8 +125,16 @@ class Exchange:
         except ValueError:
             raise InvalidInput(f"An unreadable query. Expected at most {_MOST_QUERY} parameters in ASCII") from None
 
+    async def json_body(self) -> bytes:
+        """The whole body, of a route that takes only JSON; no type is taken as JSON. Raises RequestRefused, as `body`."""
+        kind = self.headers.get(b"content-type", JSON)
+        if kind != JSON and self.media_type not in _JSON_TYPES:
+            raise RequestRefused(415, "An unknown content type. Expected `Content-Type: application/json`")
+        return await self.body()
+
     async def body(self) -> bytes:
-        """The whole body. Raises RequestRefused for one that is too long or comes too slowly."""
+        """The whole body. Raises RequestRefused for one that is compressed, is too long or comes too slowly."""
+        self._refuse_compressed()
         most = self._limits.max_bytes
         declared = self.headers.get(b"content-length")
         if declared is not None and (not declared.isdigit() or len(declared) > 18 or int(declared) > most):
@@ -138,8 +148,9 @@ class Exchange:
     async def parts(self, most: int) -> AsyncIterator[bytes]:
         """The body in parts, for a route that keeps no whole body. Each part has the time of a body.
 
-        Raises RequestRefused for a body of over `most` bytes and for a part that comes too slowly.
+        Raises RequestRefused for a compressed body, one of over `most` bytes and for a part that comes too slowly.
         """
+        self._refuse_compressed()
         declared = self.headers.get(b"content-length")
         if declared is not None and (not declared.isdigit() or len(declared) > 18 or int(declared) > most):
             raise _too_long(most)
@@ -159,6 +170,10 @@ class Exchange:
             is_last = not message.get("more_body", False)
             if part:
                 yield part
+
+    def _refuse_compressed(self) -> None:
+        if self.headers.get(b"content-encoding", b"identity").lower() not in _PLAIN_ENCODINGS:
+            raise RequestRefused(415, "A compressed body. Expected one without Content-Encoding")
 
     def _too_slow(self) -> RequestRefused:
         return RequestRefused(

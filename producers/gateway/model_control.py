@@ -109,7 +109,7 @@ class ModelControlRoutes:
 
     async def _asked(self, exchange: Exchange) -> tuple[str, str]:
         """(name, version) of a request. Raises RequestRefused where requests are not the gateway's to make."""
-        fields = decoded(await exchange.body(), VersionFields)
+        fields = decoded(await exchange.json_body(), VersionFields)
         if (refusal := self._refusal()) is not None:
             raise RequestRefused(403, refusal)
         spec = await self._client.spec_of(fields.name)

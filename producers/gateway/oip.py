@@ -91,7 +91,7 @@ class OipRoutes:
 
     async def show_index(self, exchange: Exchange) -> None:
         """POST /v2/repository/index."""
-        await exchange.body()
+        await exchange.json_body()
         lines = [
             {
                 "name": model.spec.name,

@@ -84,8 +84,6 @@ class OpenedRequest(msgspec.Struct):
 
 def read_infer(exchange: Exchange, body: bytes) -> OpenedRequest:
     """Opens a request. Raises InvalidInput with the name of the tensor, and RequestRefused for another content type."""
-    if exchange.header(b"content-encoding") not in ("", "identity"):
-        raise RequestRefused(415, "A compressed body. Expected one without Content-Encoding")
     if exchange.media_type not in ("", JSON.decode(), BINARY.decode()):
         raise RequestRefused(415, "An unknown content type. Expected application/json or application/octet-stream")
     tail = memoryview(b"")

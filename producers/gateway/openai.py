@@ -89,7 +89,7 @@ class OpenAiRoutes:
     async def embed(self, exchange: Exchange) -> None:
         """POST /v1/embeddings."""
         key = idempotency_key(exchange)
-        job = await self.prepare_line({}, await exchange.body())
+        job = await self.prepare_line({}, await exchange.json_body())
         await exchange.entry.spend(tokens=job.tokens)
         request = JobRequest(job.model, job.inputs, outputs=job.outputs, idempotency_key=key)
         finished = await self._jobs.run(request, exchange)

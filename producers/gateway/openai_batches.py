@@ -115,7 +115,7 @@ class BatchRoutes:
     async def create(self, exchange: Exchange) -> None:
         """POST /v1/batches."""
         store, tenant = kept(self._store), entered().tenant
-        fields = decoded(await exchange.body(), NewBatchFields)
+        fields = decoded(await exchange.json_body(), NewBatchFields)
         window_s = _window_s(fields.completion_window)
         _check_metadata(fields.metadata)
         if self._find(fields.endpoint) is None:
@@ -156,7 +156,7 @@ class BatchRoutes:
     async def cancel(self, exchange: Exchange) -> None:
         """POST /v1/batches/{id}/cancel."""
         store, tenant = kept(self._store), entered().tenant
-        await exchange.body()
+        await exchange.json_body()
         cancelling = partial(_cancelling, now=int(time.time()))
         stored = await asyncio.to_thread(store.change_batch, tenant, exchange.words["id"], cancelling)
         await exchange.answer(200, msgspec.json.encode(stored.batch))

@@ -124,7 +124,7 @@ class ChatRoutes:
 
     async def chat(self, exchange: Exchange) -> None:
         """POST /v1/chat/completions."""
-        fields = decoded(await exchange.body(), ChatFields)
+        fields = decoded(await exchange.json_body(), ChatFields)
         await self._texts.answer(fields, *await self._asked(fields), exchange)
 
     async def prepare_line(self, words: Mapping[str, str], body: bytes) -> LineJob:

@@ -86,7 +86,7 @@ class CompletionRoutes:
 
     async def complete(self, exchange: Exchange) -> None:
         """POST /v1/completions."""
-        fields = decoded(await exchange.body(), CompletionFields)
+        fields = decoded(await exchange.json_body(), CompletionFields)
         await self._texts.answer(fields, *await self._asked(fields), exchange)
 
     async def prepare_line(self, words: Mapping[str, str], body: bytes) -> LineJob:

@@ -129,7 +129,7 @@ class ResponseRoutes:
     async def create(self, exchange: Exchange) -> None:
         """POST /v1/responses."""
         key = idempotency_key(exchange)
-        fields = decoded(await exchange.body(), ResponseFields)
+        fields = decoded(await exchange.json_body(), ResponseFields)
         asked = await self._asked(fields, key, exchange.header(b"traceparent"))
         if fields.stream:
             async with self._begun(asked, exchange) as handle:
@@ -166,7 +166,7 @@ class ResponseRoutes:
 
     async def cancel(self, exchange: Exchange) -> None:
         """POST /v1/responses/{id}/cancel."""
-        await exchange.body()
+        await exchange.json_body()
         name, handle = await self._found(exchange)
         if await handle.cancel() == "requested":
             await self._jobs.wait(handle, _CANCEL_WAIT_S, exchange)

@@ -141,7 +141,7 @@ class PredictRoutes:
     async def predict_flat(self, exchange: Exchange) -> None:
         """POST /predict."""
         begun = asyncio.get_running_loop().time()
-        fields = decoded(await exchange.body(), FlatFields)
+        fields = decoded(await exchange.json_body(), FlatFields)
         model = await named_model(self._client, exchange.query().get("model"))
         spec = await self._client.spec_of(model, fields.model_version)
         if (fields.inputs is None) == (fields.batch is None):
