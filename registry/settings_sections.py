@@ -368,8 +368,13 @@ class ServerConfig(Section):
     websocket_messages_per_s: int = Field(
         default=1000, ge=1, description="Messages of one WebSocket in a second; a faster one is closed with 1008"
     )
-    websocket_origins: tuple[str, ...] = Field(
-        default=(), description="Origins beside the gateway's own whose pages may open a WebSocket, or *"
+    allowed_origins: tuple[str, ...] = Field(
+        default=(),
+        description="Origins beside the gateway's own whose pages may send requests and open a WebSocket, or *",
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(),
+        description="Names beside localhost and host that Host may have on the loopback without API keys, or *",
     )
 
     @property

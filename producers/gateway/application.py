@@ -41,11 +41,13 @@ from penstock.producers.gateway.openai_texts import OpenAiTexts
 from penstock.producers.gateway.openapi import DocumentRoutes
 from penstock.producers.gateway.predict import PredictRoutes
 from penstock.producers.gateway.problems import PROBLEM_JSON, as_problem_json, problem_of
+from penstock.producers.gateway.request_headers import check_grammar
 from penstock.producers.gateway.routing import Route, Routes
 from penstock.producers.gateway.rpc.binding import RpcBinding
 from penstock.producers.gateway.text_jobs import TextJobs
 from penstock.producers.gateway.token_counts import PackageTokenizers
 from penstock.producers.gateway.waiting import Jobs
+from penstock.producers.gateway.web_pages import WebPages
 from penstock.producers.gateway.websocket import WebSockets
 from penstock.registry import garbage
 from penstock.registry.api_keys import ApiKey
@@ -170,7 +172,8 @@ class _Parts:
         self.jobs = Jobs(self.client, server.max_waiting, inference.timeout_seconds)
         self.streams = EventStreams(heartbeat_s=heartbeat_s)
         self.rpc: RpcServer | None = None
-        self.websockets = WebSockets(self.jobs, self.limits, server, self.figures, self._enter_websocket)
+        self.pages = pages = WebPages(server)
+        self.websockets = WebSockets(self.jobs, self.limits, server, self.figures, pages, self._enter_websocket)
         self.health = health = HealthRoutes(self.client, self.figures, has_metrics=server.metrics)
         tokenizers = PackageTokenizers(inference.repo_root)
         store, predict, openai = open_store(settings), PredictRoutes(self.jobs), OpenAiRoutes(self.jobs, tokenizers)
@@ -213,9 +216,15 @@ class _Parts:
         self.figures.set_open(self.jobs.waiting, self.streams.count + self.websockets.count)
 
     async def enter(self, exchange: Exchange, right: Needs, route: str) -> Entry:
-        """Admits the present task for the caller of a request. Raises as Access.enter does."""
+        """Admits the present task for the caller of a request. Raises as Access, WebPages and check_grammar do."""
+        self.pages.check_origin(exchange)
+        if exchange.method != "GET":
+            check_grammar(exchange)
         address, is_remote = _address(exchange, self.address_header), _is_remote(exchange.scope)
-        return await self.access.enter(exchange.credentials, right, address, route, is_remote=is_remote)
+        entry = await self.access.enter(exchange.credentials, right, address, route, is_remote=is_remote)
+        if not (entry.caller.key_id or is_remote or self._config.is_exposed):
+            self.pages.check_host(exchange)
+        return entry
 
     async def _enter_websocket(self, handshake: Exchange) -> None:
         await self.enter(handshake, "submit", handshake.path)

@@ -1,6 +1,6 @@
 """One HTTP request and its answer, on ASGI. It bounds what a client can make the process hold and wait for.
 
-    head -> type and declared length (415 and 413 before a byte is read) -> body, within a time -> answer, or parts of it
+    head -> type and declared length (415, 413 before a byte is read) -> body, within a time -> answer, or parts of it
 
 A client that has gone is noticed while a route waits: see `watch`.
 """
@@ -126,7 +126,10 @@ class Exchange:
             raise InvalidInput(f"An unreadable query. Expected at most {_MOST_QUERY} parameters in ASCII") from None
 
     async def json_body(self) -> bytes:
-        """The whole body, of a route that takes only JSON; no type is taken as JSON. Raises RequestRefused, as `body`."""
+        """The whole body of a route that takes only JSON. No type at all is taken for JSON.
+
+        Raises RequestRefused for another type, and as `body` does.
+        """
         kind = self.headers.get(b"content-type", JSON)
         if kind != JSON and self.media_type not in _JSON_TYPES:
             raise RequestRefused(415, "An unknown content type. Expected `Content-Type: application/json`")

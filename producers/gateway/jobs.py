@@ -9,6 +9,7 @@ GET    /v1/jobs/{id}/events   its events as they happen: event_stream.py
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, Final, Literal
 
 import msgspec
@@ -172,6 +173,7 @@ class JobRoutes:
             raise RequestRefused(415, "Bytes behind a document are of one job. Expected application/json or /msgpack")
         document = read_document(exchange, await exchange.body())
         fields = fields_of(document, BatchFields)
+        keys = _keys_of(fields, idempotency_key(exchange))
         if not 0 < len(fields.inputs) <= _MOST_ITEMS:
             raise InvalidInput(f"inputs has {len(fields.inputs)} entries. Expected 1 to {_MOST_ITEMS}")
         spec = await self._client.spec_of(fields.model, fields.version)
@@ -189,7 +191,7 @@ class JobRoutes:
             sticky_key=fields.sticky_key,
             endpoint=fields.endpoint,
         )
-        keyed = [*with_keys(items, fields.idempotency_keys)]
+        keyed = [*with_keys(items, keys)]
         answers = await self._client.submit_each(fields.model, keyed, options)
         full = next((problem_of(each) for each in answers if isinstance(each, QueueFull)), None)
         view = BatchView([_batched(each) for each in answers])
@@ -247,6 +249,16 @@ class JobRoutes:
             return (await self._client.spec_of(handle.model)).codecs.default
         except UnknownModel:
             return "json"
+
+
+def _keys_of(fields: BatchFields, key: str | None) -> list[str | None] | None:
+    """The idempotency key of each item. That of the request gives each place one of its own. Raises RequestRefused."""
+    if key is None:
+        return fields.idempotency_keys
+    if fields.idempotency_keys is not None:
+        raise RequestRefused(400, "Found Idempotency-Key beside idempotency_keys. Expected one of both")
+    digest = hashlib.sha256(key.encode("ascii")).hexdigest()
+    return [f"jobs:batch {digest} {index}" for index in range(len(fields.inputs))]
 
 
 def _retry(fields: RetryFields | None) -> Retry | None:

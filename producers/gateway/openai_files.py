@@ -21,6 +21,7 @@ from penstock.producers.gateway.exchange import Exchange, RequestRefused
 from penstock.producers.gateway.fleet import GatewayClient
 from penstock.producers.gateway.multipart import boundary_of, read_form
 from penstock.producers.gateway.openai import openai_error
+from penstock.producers.gateway.request_headers import refuse_key
 from penstock.producers.gateway.routing import Route
 from penstock.registry.errors import InvalidInput
 
@@ -95,6 +96,7 @@ class FileRoutes:
 
     async def upload(self, exchange: Exchange) -> None:
         """POST /v1/files."""
+        refuse_key(exchange, "each upload is a file of its own")
         store, tenant = kept(self._store), entered().tenant
         boundary = boundary_of(exchange.header(b"content-type"))
         upload = await asyncio.to_thread(store.upload)

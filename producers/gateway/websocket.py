@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
-from urllib.parse import urlsplit
 
 from penstock.producers.async_client import AsyncJobHandle
 from penstock.producers.gateway.exchange import JSON, ClientGone, Exchange, Limits, Receive, RequestRefused, Scope, Send
@@ -26,6 +25,7 @@ from penstock.producers.gateway.flat_rows import flat_rows, named_model, only_in
 from penstock.producers.gateway.problems import PROBLEM_JSON, as_problem_json, problem_of
 from penstock.producers.gateway.tensors import Document, read_inputs, write_outputs
 from penstock.producers.gateway.waiting import JobRequest, Jobs
+from penstock.producers.gateway.web_pages import WebPages
 from penstock.producers.gateway.websocket_messages import (
     Ask,
     Cancel,
@@ -69,8 +69,17 @@ _STOPPING: Final = End(1012, f"The gateway stops. Expected a new connection in {
 class WebSockets:
     """The connections of one process. enter: admits the present task for the caller of a handshake, or raises."""
 
-    def __init__(self, jobs: Jobs, limits: Limits, server: ServerConfig, figures: GatewayFigures, enter: Enter) -> None:
+    def __init__(
+        self,
+        jobs: Jobs,
+        limits: Limits,
+        server: ServerConfig,
+        figures: GatewayFigures,
+        pages: WebPages,
+        enter: Enter,
+    ) -> None:
         self._enter = enter
+        self._pages = pages
         self._jobs = jobs
         self._limits = limits
         self._server = server
@@ -116,10 +125,7 @@ class WebSockets:
             raise RequestRefused(404, f"There is no such WebSocket. Expected {_PATH}")
         if self._is_stopping:
             raise ClientUnusable("This process stops")
-        # Any page of a browser may open a WebSocket to any host, the loopback included.
-        origin, allowed = handshake.header(b"origin"), self._server.websocket_origins
-        if origin and not {origin, "*"} & {*allowed} and urlsplit(origin).netloc != handshake.header(b"host"):
-            raise RequestRefused(403, "A page of another origin. Expected one of server.websocket_origins")
+        self._pages.check_origin(handshake, is_websocket=True)
         return handshake.query().get("model")
 
 

@@ -158,7 +158,8 @@ PROOFS = {
     "server.websocket_idle_s": f"{WEBSOCKET}::test_the_limits_of_a_connection",
     "server.websocket_requests": f"{WEBSOCKET}::test_the_limits_of_a_connection",
     "server.websocket_messages_per_s": f"{WEBSOCKET}::test_the_limits_of_a_connection",
-    "server.websocket_origins": f"{WEBSOCKET}::test_the_limits_of_a_connection",
+    "server.allowed_origins": "producers/gateway/test_web_pages.py::test_settings_let_pages_and_names_in",
+    "server.allowed_hosts": "producers/gateway/test_web_pages.py::test_settings_let_pages_and_names_in",
     "uvicorn_access_log": f"{GATEWAY}::test_access_lines_are_written_where_the_setting_says",
     "webhooks.allow": "compose/test_webhooks.py::test_stack_delivers_with_the_secret_of_its_home",
     "webhooks.connect_timeout_s": (
