@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from penstock.producers.gateway.batches.batch_run import LineJob
+from penstock.producers.gateway.default_model import embeds, or_default, vectors_of
 from penstock.producers.gateway.exchange import JSON, Exchange
 from penstock.producers.gateway.problems import Problem
 from penstock.producers.gateway.request_headers import idempotency_key
@@ -98,7 +99,7 @@ class OpenAiRoutes:
     async def prepare_line(self, words: Mapping[str, str], body: bytes) -> LineJob:
         """The job of a request, or of a line of a batch. Raises InvalidInput and UnknownModel."""
         fields = decoded(body, EmbeddingFields)
-        spec = await self._client.spec_of(fields.model)
+        spec = await self._client.spec_of(await or_default(self._client, fields.model, embeds, "embed texts"))
         tensor, rows = _input_of(spec, fields.input)
         output = _output_of(spec, fields.dimensions)
         rows, usage = await self._read(spec, tensor, rows)
@@ -165,7 +166,7 @@ def _input_of(spec: ModelSpec, given: str | list[Any]) -> tuple[TensorSpec, list
 
 def _output_of(spec: ModelSpec, dimensions: int | None) -> str:
     """The name of the output with the vectors."""
-    found = [tensor for tensor in spec.outputs if tensor.dtype.startswith("float") and len(tensor.shape) == 2]
+    found = vectors_of(spec)
     if len(found) != 1:
         raise InvalidInput(f"{spec.name} has {len(found)} outputs of vectors. Expected a model with one")
     extent = found[0].shape[1]

@@ -30,10 +30,15 @@ def send(http: httpx.Client, path: str, document: dict[str, Any], key: str) -> h
     return http.post(path, json=document, headers={"Idempotency-Key": f'"{key}"'})
 
 
-def upload(http: httpx.Client) -> str:
+def upload(http: httpx.Client, headers: dict[str, str] | None = None) -> httpx.Response:
+    """Uploads three lines."""
+    files = {"file": ("lines.jsonl", LINES.encode())}
+    return http.post("/v1/files", data={"purpose": "batch"}, files=files, headers=headers)
+
+
+def new_file(http: httpx.Client) -> str:
     """The id of a new file of three lines."""
-    form = {"data": {"purpose": "batch"}, "files": {"file": ("lines.jsonl", LINES.encode())}}
-    return str(http.post("/v1/files", **form).json()["id"])
+    return str(upload(http).json()["id"])
 
 
 def wanted(file_id: str, **fields: Any) -> dict[str, Any]:
@@ -76,7 +81,7 @@ def test_one_key_for_all_or_one_for_each(http: httpx.Client):
 
 def test_a_repeated_batch_is_the_first_one(http: httpx.Client):
     """Also when its file is gone by now, and eight requests at a time; another key begins another batch."""
-    file_id = upload(http)
+    file_id = new_file(http)
     with ThreadPoolExecutor(8) as pool:
         found = [*pool.map(lambda _: send(http, "/v1/batches", wanted(file_id), "batch-1"), range(8))]
     assert {each.status_code for each in found} == {200}, [each.text for each in found]
@@ -93,9 +98,9 @@ def test_a_repeated_batch_is_the_first_one(http: httpx.Client):
 
 def test_another_batch_with_a_key_is_422(http: httpx.Client):
     """A key belongs to what was asked for first: window, metadata and file."""
-    file_id = upload(http)
+    file_id = new_file(http)
     assert send(http, "/v1/batches", wanted(file_id), "other").status_code == 200
-    for change in ({"completion_window": "12h"}, {"metadata": {"a": "b"}}, {"input_file_id": upload(http)}):
+    for change in ({"completion_window": "12h"}, {"metadata": {"a": "b"}}, {"input_file_id": new_file(http)}):
         found = send(http, "/v1/batches", wanted(file_id) | change, "other")
         assert found.status_code == 422, change
         assert found.json()["error"]["code"] == "idempotency_conflict"
@@ -109,14 +114,13 @@ def test_tenants_share_no_keys_of_batches(start_gateway: StartGateway, tmp_path:
     ids = set()
     for tenant in ("north", "south"):
         with keyed.client(keyed.key(tenant, tenant=tenant)) as http:
-            ids.add(send(http, "/v1/batches", wanted(upload(http)), "same").json()["id"])
+            ids.add(send(http, "/v1/batches", wanted(new_file(http)), "same").json()["id"])
     assert len(ids) == 2
 
 
 def test_an_upload_has_no_key(http: httpx.Client):
     """A retry would make a second file, so that a key is refused in place of being ignored."""
-    form = {"data": {"purpose": "batch"}, "files": {"file": ("lines.jsonl", LINES.encode())}}
-    found = http.post("/v1/files", **form, headers={"Idempotency-Key": "upload"})
+    found = upload(http, {"Idempotency-Key": "upload"})
     assert found.status_code == 400
     assert "Expected none" in found.json()["error"]["message"]
 
