@@ -40,7 +40,7 @@ from penstock.producers.gateway.openai_responses import ResponseRoutes
 from penstock.producers.gateway.openai_texts import OpenAiTexts
 from penstock.producers.gateway.openapi import DocumentRoutes
 from penstock.producers.gateway.predict import PredictRoutes
-from penstock.producers.gateway.problems import PROBLEM_JSON, as_problem_json, problem_of
+from penstock.producers.gateway.problems import problem_of
 from penstock.producers.gateway.request_headers import check_grammar
 from penstock.producers.gateway.routing import Route, Routes
 from penstock.producers.gateway.rpc.binding import RpcBinding
@@ -129,7 +129,7 @@ class Gateway:
             # A number that servers use for it, in their logs only.
             exchange.status = 499
         except Exception as error:  # the last place where an error can become an answer
-            await _answer(error, route, exchange)
+            await _answer(error, parts.routes, route, exchange)
         finally:
             parts.access.leave()
         parts.figures.count(route.path if route else "", exchange.method, exchange.status, now() - begun)
@@ -294,14 +294,15 @@ def _is_local(host: str) -> bool:
         return True
 
 
-async def _answer(error: Exception, route: Route | None, exchange: Exchange) -> None:
+async def _answer(error: Exception, routes: Routes, route: Route | None, exchange: Exchange) -> None:
     problem = problem_of(error)
     if problem.status == 500 or exchange.has_begun:
         logger.error("request failed", exc_info=error, extra={"route": route.path if route else ""})
     if exchange.has_begun:
         # Half an answer was sent. The server closes the connection, so that nobody takes it for a whole one.
         return
-    body, kind = (as_problem_json(problem), PROBLEM_JSON) if route is None else route.write_problem(problem)
+    write = routes.write_problem(exchange.path) if route is None else route.write_problem
+    body, kind = write(problem)
     if problem.status == 429:
         # The problem has the limits as they are now.
         exchange.entry.readings = ()

@@ -81,6 +81,12 @@ class Routes:
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self.all = tuple(routes)
+        self._problems: dict[str, WriteProblem] = {}
+        """By the first word of a path, the errors of its routes, if all are alike."""
+        for route in routes:
+            word = _first_word(route.path)
+            is_alike = self._problems.setdefault(word, route.write_problem) is route.write_problem
+            self._problems[word] = route.write_problem if is_alike else problem_json
         self._fixed: dict[str, dict[str, Route]] = {}
         self._open: dict[str, list[tuple[re.Pattern[str], dict[str, Route]]]] = {}
         by_path: dict[str, dict[str, Route]] = {}
@@ -105,6 +111,10 @@ class Routes:
             )
         return route, words
 
+    def write_problem(self, path: str) -> WriteProblem:
+        """The shape of an error of a path without a route, as the clients of its protocol expect it."""
+        return self._problems.get(_first_word(path), problem_json)
+
     def _methods(self, path: str) -> tuple[Mapping[str, Route], Mapping[str, str]]:
         if (fixed := self._fixed.get(path)) is not None:
             return fixed, {}
@@ -112,3 +122,7 @@ class Routes:
             if (found := pattern.match(path)) is not None:
                 return methods, found.groupdict()
         raise RequestRefused(404, "There is no such path. Expected one of the OpenAPI document at /openapi.json")
+
+
+def _first_word(path: str) -> str:
+    return path.split("/", 2)[1] if "/" in path else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -39,6 +40,21 @@ def test_embeddings(openai: Any, encoding: str | None):
     if encoding != "base64":
         assert one.data[0].embedding == pytest.approx(VECTORS[0], rel=1e-6)
         assert [each.embedding for each in many.data] == [pytest.approx(vector, rel=1e-6) for vector in VECTORS]
+
+
+def test_the_asyncio_client_works_unchanged(stack: GatewayStack):
+    """`AsyncOpenAI`: many requests at a time get each their own answer."""
+    module = require_module("openai")
+
+    async def ask() -> list[Any]:
+        address = f"{stack.gateway.url}/v1"
+        async with module.AsyncOpenAI(base_url=address, api_key="none", max_retries=0) as client:
+            assert "embedder" in [model.id async for model in client.models.list()]
+            texts = ["abcd", "efgh"] * 8
+            return await asyncio.gather(*(client.embeddings.create(model="embedder", input=text) for text in texts))
+
+    for number, found in enumerate(asyncio.run(ask())):
+        assert found.data[0].embedding == pytest.approx(VECTORS[number % 2], rel=1e-6)
 
 
 def test_models(openai: Any):
