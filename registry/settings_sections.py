@@ -342,6 +342,12 @@ class ServerConfig(Section):
     max_waiting: int = Field(
         default=1024, ge=1, description="Requests of one process that wait for a job; further ones are refused with 503"
     )
+    max_streams: int = Field(
+        default=4096,
+        ge=1,
+        description="Event streams and WebSockets of one process; a further stream is refused with 503, a further "
+        "WebSocket closed with 1013",
+    )
     client_timeout_s: float = Field(
         default=30.0, gt=0, description="Time in which a client sends a head or a body, takes an answer, or stays idle"
     )

@@ -13,6 +13,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from ipaddress import ip_address
 from types import FrameType
@@ -20,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.producers.gateway.batches.opening import open_store
 from penstock.producers.gateway.callers import Access, Entry, Needs
-from penstock.producers.gateway.event_stream import EventStreams
-from penstock.producers.gateway.exchange import ClientGone, Exchange, Limits, Receive, Scope, Send
+from penstock.producers.gateway.event_stream import EventStreams, StreamPlaces
+from penstock.producers.gateway.exchange import CallerRevoked, ClientGone, Exchange, Limits, Receive, Scope, Send
 from penstock.producers.gateway.figures import GatewayFigures
 from penstock.producers.gateway.fleet import GatewayClient
 from penstock.producers.gateway.health import HealthRoutes
@@ -125,6 +126,8 @@ class Gateway:
             if (right := route.right) != "nothing":
                 exchange.entry = await parts.enter(exchange, right, route.path)
             await route.handler(exchange)
+        except CallerRevoked as error:
+            await _end_revoked(error, route, exchange)
         except ClientGone:
             # A number that servers use for it, in their logs only.
             exchange.status = 499
@@ -170,10 +173,13 @@ class _Parts:
         self.access = Access(settings, keys, limits, count=self.figures.count_key)
         self.address_header = server.address_header.encode("ascii")
         self.jobs = Jobs(self.client, server.max_waiting, inference.timeout_seconds)
-        self.streams = EventStreams(heartbeat_s=heartbeat_s)
+        self.places = StreamPlaces(server.max_streams)
+        self.streams = EventStreams(self.places, heartbeat_s=heartbeat_s)
         self.rpc: RpcServer | None = None
         self.pages = pages = WebPages(server)
-        self.websockets = WebSockets(self.jobs, self.limits, server, self.figures, pages, self._enter_websocket)
+        self.websockets = WebSockets(
+            self.jobs, self.limits, server, self.figures, pages, self.places, self._enter_websocket
+        )
         self.health = health = HealthRoutes(self.client, self.figures, has_metrics=server.metrics)
         tokenizers = PackageTokenizers(inference.repo_root)
         store, predict, openai = open_store(settings), PredictRoutes(self.jobs), OpenAiRoutes(self.jobs, tokenizers)
@@ -213,7 +219,7 @@ class _Parts:
 
     def show_open(self) -> None:
         """Brings the figures of open requests up to date."""
-        self.figures.set_open(self.jobs.waiting, self.streams.count + self.websockets.count)
+        self.figures.set_open(self.jobs.waiting, self.places.taken)
 
     async def enter(self, exchange: Exchange, right: Needs, route: str) -> Entry:
         """Admits the present task for the caller of a request. Raises as Access, WebPages and check_grammar do."""
@@ -227,7 +233,7 @@ class _Parts:
         return entry
 
     async def _enter_websocket(self, handshake: Exchange) -> None:
-        await self.enter(handshake, "submit", handshake.path)
+        handshake.entry = await self.enter(handshake, "submit", handshake.path)
 
     async def listen(self, binding: RpcBinding | None) -> None:
         """Serves gRPC, too. Raises ConfigurationError."""
@@ -251,6 +257,7 @@ class _Parts:
         if self.rpc is not None:
             await self.rpc.aclose()
         await self.jobs.aclose()
+        await self.access.aclose()
         await self.client.aclose()
 
 
@@ -307,6 +314,17 @@ async def _answer(error: Exception, routes: Routes, route: Route | None, exchang
         # The problem has the limits as they are now.
         exchange.entry.readings = ()
     await exchange.answer(problem.status, body, kind, problem.headers)
+
+
+async def _end_revoked(error: CallerRevoked, route: Route | None, exchange: Exchange) -> None:
+    """Refuses a request that waited; a stream, which has begun, ends."""
+    if not exchange.has_begun and route is not None:
+        problem = problem_of(error)
+        await exchange.answer(problem.status, *route.write_problem(problem), problem.headers)
+        return
+    # A client that takes nothing is disconnected by the server.
+    with suppress(OSError, TimeoutError):
+        await exchange.end_stream()
 
 
 def _chain_signals(on_stop: Callable[[], object]) -> Callable[[], None]:

@@ -20,6 +20,7 @@ from penstock.registry.errors import InvalidInput
 
 __all__ = [
     "JSON",
+    "CallerRevoked",
     "ClientGone",
     "Exchange",
     "Limits",
@@ -54,6 +55,10 @@ class Limits(NamedTuple):
 
 class ClientGone(Exception):
     """The client has closed the connection: nobody reads an answer."""
+
+
+class CallerRevoked(ClientGone):
+    """The API key of the request stopped working while the request waited: it ends as one whose client has gone."""
 
 
 class RequestRefused(Exception):
@@ -229,11 +234,11 @@ class Exchange:
             await self._send({"type": "http.response.body", "body": b""})
 
     def watch(self) -> AbstractContextManager[None]:
-        """Inside of the block the end of the connection ends the task's wait. The body has been read before.
+        """Inside of the block the end of the connection ends the task's wait, and so does that of the caller's key.
 
-        Raises ClientGone.
+        The body has been read before. Raises ClientGone.
         """
-        return _Watch(self._receive)
+        return _Watch(self._receive, self.entry)
 
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.has_begun, self.status = True, status
@@ -273,11 +278,13 @@ class _Limit:
 class _Watch:
     """See Exchange.watch. A class: each prediction enters it, and a generator takes twice as long."""
 
-    __slots__ = ("_is_gone", "_receive", "_task", "_timer", "_watcher")
+    __slots__ = ("_end", "_end_watch", "_entry", "_receive", "_task", "_timer", "_watcher")
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, entry: Entry) -> None:
         self._receive = receive
-        self._is_gone = False
+        self._entry = entry
+        self._end: type[ClientGone] | None = None
+        self._end_watch: Callable[[], object] | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     def __enter__(self) -> None:
@@ -290,18 +297,24 @@ class _Watch:
         self._timer.cancel()
         if self._watcher is not None:
             self._watcher.cancel()
-        if self._is_gone and self._task is not None and isinstance(error, asyncio.CancelledError):
+        if self._end_watch is not None:
+            self._end_watch()
+        if self._end is not None and self._task is not None and isinstance(error, asyncio.CancelledError):
             self._task.uncancel()
-            raise ClientGone from None
+            raise self._end from None
 
     def _begin(self) -> None:
         self._watcher = asyncio.get_running_loop().create_task(self._await_end())
+        self._end_watch = self._entry.on_revoked(lambda: self._cancel(CallerRevoked))
 
     async def _await_end(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._is_gone = True
-        if self._task is not None:
+        self._cancel(ClientGone)
+
+    def _cancel(self, end: type[ClientGone]) -> None:
+        if self._end is None and self._task is not None:
+            self._end = end
             self._task.cancel()
 
 

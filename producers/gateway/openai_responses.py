@@ -132,8 +132,9 @@ class ResponseRoutes:
         fields = decoded(await exchange.json_body(), ResponseFields)
         asked = await self._asked(fields, key, exchange.header(b"traceparent"))
         if fields.stream:
-            async with self._begun(asked, exchange) as handle:
-                await self._stream(handle, ResponseId(handle.id, asked.has_tools), exchange, -1)
+            with self._streams.place():
+                async with self._begun(asked, exchange) as handle:
+                    await self._stream(handle, ResponseId(handle.id, asked.has_tools), exchange, -1)
             await self._forget(handle, asked)
         elif asked.is_background:
             handle = await self._jobs.submit(asked.job, exchange)
@@ -159,7 +160,7 @@ class ResponseRoutes:
             await handle.status()
             exchange.about = job_headers(handle.id)
             after = _number(query.get("starting_after"))
-            with self._jobs.waiter(handle.id):
+            with self._streams.place(), self._jobs.waiter(handle.id):
                 await self._stream(handle, name, exchange, after)
         else:
             await self._show(name, handle, exchange)

@@ -144,6 +144,7 @@ PROOFS = {
     "server.grpc_port": "producers/gateway/rpc/test_server.py::test_settings_of_the_port",
     "server.workers": f"{GATEWAY}::test_two_processes_share_port_and_figures",
     "server.max_waiting": f"{GATEWAY}::test_more_requests_than_may_wait_are_503",
+    "server.max_streams": "producers/gateway/test_open_streams.py::test_more_streams_than_may_be_open_are_refused",
     "server.client_timeout_s": f"{GATEWAY}::test_slow_and_silent_clients_are_disconnected",
     "server.stop_grace_s": f"{GATEWAY}::test_requests_beyond_the_grace_are_cut_off",
     "batches.path": "producers/gateway/test_openai_files.py::test_another_tenants_files_and_batches_do_not_exist",

@@ -109,6 +109,7 @@ OTHER_INFERENCE_KEYS = {
     "server.grpc_port": 50_051,
     "server.workers": 1,
     "server.max_waiting": 1024,
+    "server.max_streams": 4096,
     "server.client_timeout_s": 30.0,
     "server.stop_grace_s": 30.0,
     "server.api_keys": "auto",
