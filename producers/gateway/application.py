@@ -308,7 +308,7 @@ async def _answer(error: Exception, routes: Routes, route: Route | None, exchang
     if exchange.has_begun:
         # Half an answer was sent. The server closes the connection, so that nobody takes it for a whole one.
         return
-    write = routes.write_problem(exchange.path) if route is None else route.write_problem
+    write = routes.error_of(exchange.path) if route is None else route.error
     body, kind = write(problem)
     if problem.status == 429:
         # The problem has the limits as they are now.
@@ -320,7 +320,7 @@ async def _end_revoked(error: CallerRevoked, route: Route | None, exchange: Exch
     """Refuses a request that waited; a stream, which has begun, ends."""
     if not exchange.has_begun and route is not None:
         problem = problem_of(error)
-        await exchange.answer(problem.status, *route.write_problem(problem), problem.headers)
+        await exchange.answer(problem.status, *route.error(problem), problem.headers)
         return
     # A client that takes nothing is disconnected by the server.
     with suppress(OSError, TimeoutError):

@@ -15,17 +15,27 @@ from typing import Any, Final, Literal
 import msgspec
 
 from penstock.producers.async_client import AsyncJobHandle
-from penstock.producers.gateway.event_stream import EventStreams
+from penstock.producers.gateway.event_stream import EVENTS, EventStreams
 from penstock.producers.gateway.exchange import JSON, Exchange, RequestRefused
 from penstock.producers.gateway.problems import problem_of
 from penstock.producers.gateway.request_headers import (
+    HEAD_HEADER,
+    KEY_HEADER,
     idempotency_key,
     preferred_wait_s,
     query_wait_s,
     wanted_type,
 )
 from penstock.producers.gateway.routing import Route
-from penstock.producers.gateway.tensors import BINARY, fields_of, read_document, read_inputs, write_outputs
+from penstock.producers.gateway.tensors import (
+    BINARY,
+    MSGPACK,
+    TENSOR_TYPES,
+    fields_of,
+    read_document,
+    read_inputs,
+    write_outputs,
+)
 from penstock.producers.gateway.waiting import JobRequest, Jobs, job_headers
 from penstock.producers.submission import with_keys
 from penstock.registry.admission import SubmitOptions
@@ -120,23 +130,36 @@ class JobRoutes:
         """The routes, for the table of the application."""
         headers = {
             "Prefer": "wait=N: answer with the job if it ends within N seconds",
-            "Idempotency-Key": "a second request with this key and the same inputs gets the first one's job",
+            **KEY_HEADER,
+            **HEAD_HEADER,
         }
         return [
             Route(
                 *("POST", "/v1/jobs", self.submit, "Submit a job", JobFields, JobView, 202, headers),
                 other_statuses=(200,),
+                also_takes=TENSOR_TYPES,
+                also_gives=TENSOR_TYPES,
             ),
-            Route("POST", "/v1/jobs:batch", self.submit_many, "Submit jobs of one model", BatchFields, BatchView, 202),
+            Route(
+                *("POST", "/v1/jobs:batch", self.submit_many, "Submit jobs of one model"),
+                *(BatchFields, BatchView, 202, KEY_HEADER),
+                also_takes=(MSGPACK,),
+            ),
             Route(
                 *("GET", "/v1/jobs/{id}", self.show, "Show a job"),
                 gives=JobView,
                 parameters={"wait": "seconds to wait for its end, at most 300"},
+                also_gives=TENSOR_TYPES,
             ),
             Route("DELETE", "/v1/jobs/{id}", self.cancel, "Cancel a job", gives=Cancellation),
             Route(
                 *("GET", "/v1/jobs/{id}/events", self.follow, "Follow the events of a job"),
-                parameters={"Last-Event-ID": "the id of the last event that was seen"},
+                parameters={
+                    "Last-Event-ID": "the id of the last event that was seen",
+                    "after": "the same, for clients that cannot set the header",
+                },
+                also_gives=(EVENTS,),
+                other_statuses=(204,),
             ),
         ]
 

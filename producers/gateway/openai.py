@@ -17,10 +17,10 @@ import numpy as np
 
 from penstock.producers.gateway.batches.batch_run import LineJob
 from penstock.producers.gateway.default_model import embeds, or_default, vectors_of
-from penstock.producers.gateway.exchange import JSON, Exchange
+from penstock.producers.gateway.exchange import Exchange
 from penstock.producers.gateway.problems import Problem
-from penstock.producers.gateway.request_headers import idempotency_key
-from penstock.producers.gateway.routing import Route
+from penstock.producers.gateway.request_headers import KEY_HEADER, idempotency_key
+from penstock.producers.gateway.routing import ErrorShape, Route
 from penstock.producers.gateway.tensors import decoded
 from penstock.producers.gateway.token_counts import PackageTokenizers
 from penstock.producers.gateway.waiting import JobRequest, Jobs
@@ -29,7 +29,7 @@ from penstock.registry.package import ModelSpec
 from penstock.registry.package.signature import TensorSpec
 from penstock.registry.tensors import STRING, Array
 
-__all__ = ["OpenAiRoutes", "openai_error"]
+__all__ = ["OpenAiRoutes", "OPENAI_ERROR"]
 
 _MOST_INPUTS: Final = 2048
 """Of one request, as OpenAI has it."""
@@ -83,7 +83,8 @@ class OpenAiRoutes:
         return [
             Route(
                 *("POST", "/v1/embeddings", self.embed, "OpenAI: embed texts", EmbeddingFields, EmbeddingList),
-                write_problem=openai_error,
+                parameters=KEY_HEADER,
+                error=OPENAI_ERROR,
             )
         ]
 
@@ -131,11 +132,29 @@ class OpenAiRoutes:
         return rows, None if tokenizer is None else _usage(await tokenizer.count(rows))
 
 
-def openai_error(problem: Problem) -> tuple[bytes, bytes]:
-    """An error as OpenAI's clients read it."""
+class OpenAiErrorFields(msgspec.Struct):
+    """What failed. message: what was expected. code: a name for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class OpenAiErrorView(msgspec.Struct):
+    """How a request failed, in OpenAI's form."""
+
+    error: OpenAiErrorFields
+
+
+def _written_error(problem: Problem) -> bytes:
     kind = _KINDS.get(problem.status, "server_error" if problem.status >= 500 else "invalid_request_error")
-    error = {"message": problem.detail, "type": kind, "param": None, "code": problem.code.replace("-", "_")}
-    return msgspec.json.encode({"error": error}), JSON
+    error = OpenAiErrorFields(problem.detail, kind, None, problem.code.replace("-", "_"))
+    return msgspec.json.encode(OpenAiErrorView(error))
+
+
+OPENAI_ERROR: Final = ErrorShape(_written_error, OpenAiErrorView)
+"""An error as OpenAI's clients read it."""
 
 
 def _usage(tokens: int) -> Usage:

@@ -27,10 +27,10 @@ from penstock.producers.gateway.batches.runner import BatchRunner, RunOptions
 from penstock.producers.gateway.callers import entered
 from penstock.producers.gateway.exchange import Exchange, RequestRefused
 from penstock.producers.gateway.fleet import GatewayClient
-from penstock.producers.gateway.openai import openai_error
+from penstock.producers.gateway.openai import OPENAI_ERROR
 from penstock.producers.gateway.openai_files import kept, page_of, stored_page
 from penstock.producers.gateway.problems import problem_of
-from penstock.producers.gateway.request_headers import idempotency_key
+from penstock.producers.gateway.request_headers import KEY_HEADER, idempotency_key
 from penstock.producers.gateway.routing import Route, path_pattern
 from penstock.producers.gateway.tensors import decoded
 from penstock.registry.errors import IdempotencyConflict, InvalidInput
@@ -100,7 +100,15 @@ class BatchRoutes:
         """The routes, for the table of the application."""
         listed = {"after": "the id behind which the list begins", "limit": f"at most {_MOST_LISTED}"}
         return [
-            _route("POST", "/v1/batches", self.create, "OpenAI: run a file", takes=NewBatchFields, gives=Batch),
+            _route(
+                "POST",
+                "/v1/batches",
+                self.create,
+                "OpenAI: run a file",
+                takes=NewBatchFields,
+                gives=Batch,
+                parameters=KEY_HEADER,
+            ),
             _route("GET", "/v1/batches", self.show_batches, "OpenAI: the batches", gives=BatchList, parameters=listed),
             _route("GET", "/v1/batches/{id}", self.show, "OpenAI: one batch", gives=Batch),
             _route("POST", "/v1/batches/{id}/cancel", self.cancel, "OpenAI: cancel a batch", gives=Batch),
@@ -174,7 +182,7 @@ class BatchRoutes:
 
 
 def _route(method: Any, path: str, handler: Any, summary: str, **further: Any) -> Route:
-    return Route(method, path, handler, summary, write_problem=openai_error, **further)
+    return Route(method, path, handler, summary, error=OPENAI_ERROR, **further)
 
 
 def _added(store: FileStore, new: StoredBatch) -> StoredBatch:
@@ -191,7 +199,7 @@ def _added(store: FileStore, new: StoredBatch) -> StoredBatch:
 
 def _written_error(error: Exception) -> tuple[int, bytes]:
     problem = problem_of(error)
-    return problem.status, openai_error(problem)[0]
+    return problem.status, OPENAI_ERROR(problem)[0]
 
 
 def _cancelling(stored: StoredBatch, now: int) -> StoredBatch:

@@ -19,7 +19,7 @@ import msgspec
 from penstock.producers.gateway.batches.batch_run import LineJob
 from penstock.producers.gateway.event_stream import EVENTS, HEARTBEAT, STREAM_HEADERS, StreamsStopped
 from penstock.producers.gateway.exchange import CallerRevoked, ClientGone, Exchange
-from penstock.producers.gateway.openai import openai_error
+from penstock.producers.gateway.openai import OPENAI_ERROR
 from penstock.producers.gateway.openai_logprobs import LogprobWish
 from penstock.producers.gateway.openai_sampling import SamplingFields
 from penstock.producers.gateway.problems import problem_of
@@ -178,7 +178,7 @@ def _event(chunk: msgspec.Struct) -> bytes:
 
 
 def _error_event(error: Exception) -> bytes:
-    return b"data: %s\n\n" % openai_error(problem_of(error))[0]
+    return b"data: %s\n\n" % OPENAI_ERROR(problem_of(error))[0]
 
 
 def _summed(usages: Sequence[TextUsage], choices: int) -> UsageView:

@@ -13,6 +13,8 @@ from penstock.producers.gateway.tensors import BINARY, MSGPACK
 from penstock.registry.errors import InvalidInput
 
 __all__ = [
+    "HEAD_HEADER",
+    "KEY_HEADER",
     "LONGEST_WAIT_S",
     "check_grammar",
     "checked_key",
@@ -24,6 +26,9 @@ __all__ = [
 ]
 
 LONGEST_WAIT_S: Final = 300
+KEY_HEADER: Final = {"Idempotency-Key": "a second request with this key and the same body gets the first one's job"}
+HEAD_HEADER: Final = {"Inference-Header-Content-Length": "the bytes of the JSON before those of the tensors"}
+"""What routes say of these headers in the OpenAPI document."""
 _KEY: Final = re.compile(r'"([\x20\x21\x23-\x5b\x5d-\x7e]{1,255})"|([\x21\x23-\x2b\x2d-\x7e]{1,255})')
 """A string of RFC 8941, or bare: visible ASCII without quotes and commas."""
 _PREFERENCE: Final = re.compile(r'\s*([!#$%&\'*+.^_`|~\w-]+)\s*(?:=\s*("[^"]*"|[^\s",;]*)\s*)?(?:;[^,]*)?')
