@@ -7,7 +7,6 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from websockets.sync.client import connect
 
 from penstock.producers.gateway.revocations import REVOKED, Revocations
 from penstock.registry.api_keys import ShownKey, new_api_key
-from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.errors import RegistryUnavailable
 from tests.producers.gateway.conftest import GatewayStack, StartGateway
 from tests.producers.gateway.rpc.conftest import Caller
@@ -41,12 +39,11 @@ def keyed(start_gateway: StartGateway, tmp_path: Path) -> Keyed:
 
 
 @pytest.fixture
-def paused(stack: GatewayStack) -> Iterator[Callable[[], None]]:
-    """`napper` claims nothing until this is called."""
-    with closing(RedisStreams.from_url(stack.server.url)) as broker:
-        broker.pause("napper")
-        yield lambda: broker.resume("napper")
-        broker.resume("napper")
+def frozen(stack: GatewayStack) -> Iterator[Callable[[], None]]:
+    """No job of the shared worker ends until this is called."""
+    stack.worker.freeze()
+    yield stack.worker.thaw
+    stack.worker.thaw()
 
 
 def events(http: httpx.Client, location: str, opened: queue.Queue[None]) -> str:
@@ -83,7 +80,7 @@ def called(keyed: Keyed, made: ShownKey, opened: queue.Queue[None]) -> tuple[Any
 
 
 @pytest.mark.parametrize("change", ["revoke", "rotate"])
-def test_what_is_open_ends_with_its_key(keyed: Keyed, paused: Callable[[], None], change: str):
+def test_what_is_open_ends_with_its_key(keyed: Keyed, frozen: Callable[[], None], change: str):
     """An event stream ends, requests that wait get 401, a WebSocket 1008, gRPC UNAUTHENTICATED; another key goes on."""
     made, other = keyed.key("ends", tenant="one"), keyed.key("goes on", tenant="one")
     opened: queue.Queue[None] = queue.Queue()
@@ -114,7 +111,7 @@ def test_what_is_open_ends_with_its_key(keyed: Keyed, paused: Callable[[], None]
         code, details = call.result(PATIENCE_S)
         assert (code, "revoked" in details) == (grpc.StatusCode.UNAUTHENTICATED, True)
         assert not kept.done()
-        paused()
+        frozen()
         assert "completed" in kept.result(PATIENCE_S)
         assert neighbour.get(location).json()["status"] == "completed"
     assert "request failed" not in keyed.gateway.output.read_text()
