@@ -380,7 +380,8 @@ class ServerConfig(Section):
     )
     allowed_hosts: tuple[str, ...] = Field(
         default=(),
-        description="Names beside localhost and host that Host may have on the loopback without API keys, or *",
+        description="Names beside localhost and host that Host may have without API keys, or *; empty: those are "
+        "checked on the loopback only",
     )
 
     @property

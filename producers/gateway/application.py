@@ -228,8 +228,8 @@ class _Parts:
             check_grammar(exchange)
         address, is_remote = _address(exchange, self.address_header), _is_remote(exchange.scope)
         entry = await self.access.enter(exchange.credentials, right, address, route, is_remote=is_remote)
-        if not (entry.caller.key_id or is_remote or self._config.is_exposed):
-            self.pages.check_host(exchange)
+        if not entry.caller.key_id:
+            self.pages.check_host(exchange, is_exposed=is_remote or self._config.is_exposed)
         return entry
 
     async def _enter_websocket(self, handshake: Exchange) -> None:

@@ -1,10 +1,11 @@
 """Which pages of a browser may call: any page can send requests to any host, the loopback included.
 
     POST, DELETE, WebSocket + Origin -> that of the gateway itself, or one of server.allowed_origins; else 403
-    no API key, on the loopback      -> Host is a name of this machine, or one of server.allowed_hosts; else 403
+    no API key                       -> Host is a name of the loopback, or one of server.allowed_hosts; else 403
 
 The second check is against DNS rebinding: a page of evil.example whose name leads to 127.0.0.1 has the gateway's own
-origin, and its Host is evil.example. Where callers need a key, such a page has none.
+origin, and its Host is evil.example. On another address than the loopback it needs server.allowed_hosts. Where callers
+need a key, such a page has none.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class WebPages:
     def __init__(self, server: ServerConfig) -> None:
         self._origins = frozenset(server.allowed_origins)
         self._hosts = frozenset({server.host.lower(), *(name.lower() for name in server.allowed_hosts)})
+        self._names_hosts = bool(server.allowed_hosts)
         self._is_allowed_host = lru_cache(maxsize=64)(self._find_host)
 
     def check_origin(self, exchange: Exchange, *, is_websocket: bool = False) -> None:
@@ -41,8 +43,13 @@ class WebPages:
         if origin.partition("://")[2] != exchange.header(b"host"):
             raise RequestRefused(403, "A page of another origin. Expected one of server.allowed_origins")
 
-    def check_host(self, exchange: Exchange) -> None:
-        """Raises RequestRefused for a Host that is no name of this machine. Browsers always send one."""
+    def check_host(self, exchange: Exchange, *, is_exposed: bool) -> None:
+        """Raises RequestRefused for a Host that is no name of this machine. Browsers always send one.
+
+        is_exposed: other machines can connect, by names that only the settings can tell.
+        """
+        if is_exposed and not self._names_hosts:
+            return
         raw, server = exchange.headers.get(b"host"), exchange.scope.get("server")
         # Without an address of its own the server listens on a socket in the file system, which no browser reaches.
         if raw is not None and server is not None and not self._is_allowed_host(raw, server[0]):

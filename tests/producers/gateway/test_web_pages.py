@@ -96,6 +96,20 @@ def test_settings_let_pages_and_names_in(stack: GatewayStack, start_gateway: Sta
         assert handshake(gateway.url, Origin=ELSEWHERE) == 101
 
 
+def test_an_exposed_gateway_checks_the_names_that_it_is_told(start_gateway: StartGateway):
+    """Without API keys on any address: other names are let in until server.allowed_hosts says which ones there are."""
+    every = ("--host", "0.0.0.0")  # noqa: S104 - the subject of the test
+    for names, status in (("", 200), ("models.example", 403)):
+        gateway = start_gateway(
+            *every, PENSTOCK_INFERENCE_SERVER_API_KEYS="off", PENSTOCK_INFERENCE_SERVER_ALLOWED_HOSTS=names
+        )
+        url = gateway.url.replace("0.0.0.0", "127.0.0.1")  # noqa: S104 - as above
+        with httpx.Client(base_url=url, timeout=60) as http:
+            assert predict(http, Host="evil.example") == status
+            assert predict(http, Host="models.example") == 200
+            assert predict(http) == 200
+
+
 def test_with_a_key_any_host_is_answered(start_gateway: StartGateway, tmp_path: Path):
     """A page has no key, so a proxy may call the gateway by any name; other origins stay out."""
     url = f"sqlite:///{tmp_path / 'pages.db'}"
