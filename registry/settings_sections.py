@@ -343,6 +343,12 @@ class ServerConfig(Section):
     max_waiting: int = Field(
         default=1024, ge=1, description="Requests of one process that wait for a job; further ones are refused with 503"
     )
+    max_streams: int = Field(
+        default=4096,
+        ge=1,
+        description="Event streams and WebSockets of one process; a further stream is refused with 503, a further "
+        "WebSocket closed with 1013",
+    )
     client_timeout_s: float = Field(
         default=30.0, gt=0, description="Time in which a client sends a head or a body, takes an answer, or stays idle"
     )
@@ -369,8 +375,14 @@ class ServerConfig(Section):
     websocket_messages_per_s: int = Field(
         default=1000, ge=1, description="Messages of one WebSocket in a second; a faster one is closed with 1008"
     )
-    websocket_origins: tuple[str, ...] = Field(
-        default=(), description="Origins beside the gateway's own whose pages may open a WebSocket, or *"
+    allowed_origins: tuple[str, ...] = Field(
+        default=(),
+        description="Origins beside the gateway's own whose pages may send requests and open a WebSocket, or *",
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(),
+        description="Names beside localhost and host that Host may have without API keys, or *; empty: those are "
+        "checked on the loopback only",
     )
 
     @property

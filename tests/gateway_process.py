@@ -32,6 +32,8 @@ class GatewayProcess(Process):
             "PENSTOCK_HOME": str(folder / "home"),
             "PENSTOCK_REDIS_URL": server.url,
             "PENSTOCK_INFERENCE_SERVER_GRPC_PORT": "0",
+            # Tests that write heads by hand name such hosts.
+            "PENSTOCK_INFERENCE_SERVER_ALLOWED_HOSTS": "x,gateway",
             **(environment or {}),
         }
         self.url = ""

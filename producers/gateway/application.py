@@ -13,6 +13,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from ipaddress import ip_address
 from types import FrameType
@@ -20,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from penstock.producers.gateway.batches.opening import open_store
 from penstock.producers.gateway.callers import Access, Entry, Needs
-from penstock.producers.gateway.event_stream import EventStreams
-from penstock.producers.gateway.exchange import ClientGone, Exchange, Limits, Receive, Scope, Send
+from penstock.producers.gateway.event_stream import EventStreams, StreamPlaces
+from penstock.producers.gateway.exchange import CallerRevoked, ClientGone, Exchange, Limits, Receive, Scope, Send
 from penstock.producers.gateway.figures import GatewayFigures
 from penstock.producers.gateway.fleet import GatewayClient
 from penstock.producers.gateway.health import HealthRoutes
@@ -40,12 +41,14 @@ from penstock.producers.gateway.openai_responses import ResponseRoutes
 from penstock.producers.gateway.openai_texts import OpenAiTexts
 from penstock.producers.gateway.openapi import DocumentRoutes
 from penstock.producers.gateway.predict import PredictRoutes
-from penstock.producers.gateway.problems import PROBLEM_JSON, as_problem_json, problem_of
+from penstock.producers.gateway.problems import problem_of
+from penstock.producers.gateway.request_headers import check_grammar
 from penstock.producers.gateway.routing import Route, Routes
 from penstock.producers.gateway.rpc.binding import RpcBinding
 from penstock.producers.gateway.text_jobs import TextJobs
 from penstock.producers.gateway.token_counts import PackageTokenizers
 from penstock.producers.gateway.waiting import Jobs
+from penstock.producers.gateway.web_pages import WebPages
 from penstock.producers.gateway.websocket import WebSockets
 from penstock.registry import garbage
 from penstock.registry.api_keys import ApiKey
@@ -123,11 +126,13 @@ class Gateway:
             if (right := route.right) != "nothing":
                 exchange.entry = await parts.enter(exchange, right, route.path)
             await route.handler(exchange)
+        except CallerRevoked as error:
+            await _end_revoked(error, route, exchange)
         except ClientGone:
             # A number that servers use for it, in their logs only.
             exchange.status = 499
         except Exception as error:  # the last place where an error can become an answer
-            await _answer(error, route, exchange)
+            await _answer(error, parts.routes, route, exchange)
         finally:
             parts.access.leave()
         parts.figures.count(route.path if route else "", exchange.method, exchange.status, now() - begun)
@@ -168,9 +173,13 @@ class _Parts:
         self.access = Access(settings, keys, limits, count=self.figures.count_key)
         self.address_header = server.address_header.encode("ascii")
         self.jobs = Jobs(self.client, server.max_waiting, inference.timeout_seconds)
-        self.streams = EventStreams(heartbeat_s=heartbeat_s)
+        self.places = StreamPlaces(server.max_streams)
+        self.streams = EventStreams(self.places, heartbeat_s=heartbeat_s)
         self.rpc: RpcServer | None = None
-        self.websockets = WebSockets(self.jobs, self.limits, server, self.figures, self._enter_websocket)
+        self.pages = pages = WebPages(server)
+        self.websockets = WebSockets(
+            self.jobs, self.limits, server, self.figures, pages, self.places, self._enter_websocket
+        )
         self.health = health = HealthRoutes(self.client, self.figures, has_metrics=server.metrics)
         tokenizers = PackageTokenizers(inference.repo_root)
         store, predict, openai = open_store(settings), PredictRoutes(self.jobs), OpenAiRoutes(self.jobs, tokenizers)
@@ -210,15 +219,21 @@ class _Parts:
 
     def show_open(self) -> None:
         """Brings the figures of open requests up to date."""
-        self.figures.set_open(self.jobs.waiting, self.streams.count + self.websockets.count)
+        self.figures.set_open(self.jobs.waiting, self.places.taken)
 
     async def enter(self, exchange: Exchange, right: Needs, route: str) -> Entry:
-        """Admits the present task for the caller of a request. Raises as Access.enter does."""
+        """Admits the present task for the caller of a request. Raises as Access, WebPages and check_grammar do."""
+        self.pages.check_origin(exchange)
+        if exchange.method != "GET":
+            check_grammar(exchange)
         address, is_remote = _address(exchange, self.address_header), _is_remote(exchange.scope)
-        return await self.access.enter(exchange.credentials, right, address, route, is_remote=is_remote)
+        entry = await self.access.enter(exchange.credentials, right, address, route, is_remote=is_remote)
+        if not entry.caller.key_id:
+            self.pages.check_host(exchange, is_exposed=is_remote or self._config.is_exposed)
+        return entry
 
     async def _enter_websocket(self, handshake: Exchange) -> None:
-        await self.enter(handshake, "submit", handshake.path)
+        handshake.entry = await self.enter(handshake, "submit", handshake.path)
 
     async def listen(self, binding: RpcBinding | None) -> None:
         """Serves gRPC, too. Raises ConfigurationError."""
@@ -242,6 +257,7 @@ class _Parts:
         if self.rpc is not None:
             await self.rpc.aclose()
         await self.jobs.aclose()
+        await self.access.aclose()
         await self.client.aclose()
 
 
@@ -285,18 +301,30 @@ def _is_local(host: str) -> bool:
         return True
 
 
-async def _answer(error: Exception, route: Route | None, exchange: Exchange) -> None:
+async def _answer(error: Exception, routes: Routes, route: Route | None, exchange: Exchange) -> None:
     problem = problem_of(error)
     if problem.status == 500 or exchange.has_begun:
         logger.error("request failed", exc_info=error, extra={"route": route.path if route else ""})
     if exchange.has_begun:
         # Half an answer was sent. The server closes the connection, so that nobody takes it for a whole one.
         return
-    body, kind = (as_problem_json(problem), PROBLEM_JSON) if route is None else route.write_problem(problem)
+    write = routes.error_of(exchange.path) if route is None else route.error
+    body, kind = write(problem)
     if problem.status == 429:
         # The problem has the limits as they are now.
         exchange.entry.readings = ()
     await exchange.answer(problem.status, body, kind, problem.headers)
+
+
+async def _end_revoked(error: CallerRevoked, route: Route | None, exchange: Exchange) -> None:
+    """Refuses a request that waited; a stream, which has begun, ends."""
+    if not exchange.has_begun and route is not None:
+        problem = problem_of(error)
+        await exchange.answer(problem.status, *route.error(problem), problem.headers)
+        return
+    # A client that takes nothing is disconnected by the server.
+    with suppress(OSError, TimeoutError):
+        await exchange.end_stream()
 
 
 def _chain_signals(on_stop: Callable[[], object]) -> Callable[[], None]:

@@ -11,14 +11,17 @@ Every protocol enters here, before it does anything else. Without an entry Gatew
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from penstock.producers.gateway.key_copy import KeyCopy
 from penstock.producers.gateway.limits import Owner, RateLimits
+from penstock.producers.gateway.revocations import REVOKED, Revocations
 from penstock.registry.api_keys import UNKNOWN_DIGEST, ApiKey, KeyLimits, KeyRole, digest_of, parse_api_key
 from penstock.registry.broker.meters import Charge, Reading
 from penstock.registry.errors import BadApiKey, NotPermitted, RateLimited
@@ -85,6 +88,36 @@ class Entry:
     readings: tuple[Reading, ...] = ()
     _charges: tuple[Charge, ...] = ()
     _limits: RateLimits | None = field(default=None, repr=False)
+    _key: ApiKey | None = field(default=None, repr=False)
+    _revocations: Revocations | None = field(default=None, repr=False)
+
+    def on_revoked(self, end: Callable[[], object]) -> Callable[[], object]:
+        """Calls `end` about a second after the key of the caller stops working. Returns what ends this watch."""
+        if self._key is None or self._revocations is None:
+            return _nothing
+        return self._revocations.watch(self._key, end)
+
+    @contextmanager
+    def until_revoked(self) -> Iterator[None]:
+        """Inside of the block the task ends about a second after the key of the caller. Raises BadApiKey."""
+        task, is_revoked = asyncio.current_task(), False
+
+        def end() -> None:
+            nonlocal is_revoked
+            is_revoked = True
+            if task is not None:
+                task.cancel()
+
+        end_watch = self.on_revoked(end)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not is_revoked or task is None:
+                raise
+            task.uncancel()
+            raise BadApiKey(REVOKED) from None
+        finally:
+            end_watch()
 
     async def spend(self, *, requests: int = 0, tokens: int = 0) -> None:
         """Charges what became known after the entry: further jobs of the request, or its tokens. Raises RateLimited."""
@@ -101,6 +134,10 @@ class Entry:
         if self._limits is None:
             return len(tokens)
         return await self._limits.admit_most(self._charges, tokens)
+
+
+def _nothing() -> None:
+    pass
 
 
 _entry: ContextVar[Entry | None] = ContextVar("penstock_gateway_entry", default=None)
@@ -139,6 +176,7 @@ class Access:
         self._limits = limits
         self._clock = clock
         self._count = count
+        self._revocations = Revocations(keys, clock)
         self._anybody = Caller("", settings.tenant_id, "admin", (), KeyLimits())
 
     async def authenticate(self, credentials: Credentials, *, is_remote: bool = False) -> Caller:
@@ -147,18 +185,27 @@ class Access:
         is_remote: whether the connection did not come over the loopback: servers of other people's choice listen where
         no setting says. An unknown id costs the same work as a wrong secret.
         """
+        key = await self._key_of(credentials, is_remote=is_remote)
+        return self._anybody if key is None else _caller_of(key)
+
+    async def aclose(self) -> None:
+        """Ends nothing any more when a key is revoked."""
+        await self._revocations.aclose()
+
+    async def _key_of(self, credentials: Credentials, *, is_remote: bool) -> ApiKey | None:
+        """See authenticate. None: no key is asked for."""
         if self._mode == "off":
-            return self._anybody
+            return None
         keys = await self._keys.fresh()
         if self._mode == "auto" and not keys and not (self._is_exposed or is_remote):
-            return self._anybody
+            return None
         text = credentials.text()
         if not text:
             raise BadApiKey(f"No API key. {_EXPECTED}")
         key = keys.get(parse_api_key(text) or "", _UNKNOWN)
         if not key.opens(digest_of(text), self._clock()):
             raise BadApiKey(f"The API key is unknown, revoked or expired. {_EXPECTED}")
-        return Caller(key.id, key.tenant, key.role, key.models, key.limits)
+        return key
 
     async def enter(
         self, credentials: Credentials, needs: Needs, address: str, route: str, *, is_remote: bool = False
@@ -170,7 +217,8 @@ class Access:
         Raises BadApiKey, NotPermitted, RateLimited, RegistryUnavailable and BrokerUnavailable.
         """
         _entry.set(None)
-        found = await self.authenticate(credentials, is_remote=is_remote)
+        key = await self._key_of(credentials, is_remote=is_remote)
+        found = self._anybody if key is None else _caller_of(key)
         if _RANK[found.role] < _RANK[needs]:
             self._count(found.key_id, "denied")
             raise NotPermitted(
@@ -178,10 +226,11 @@ class Access:
             )
         owner = Owner(found.key_id, found.tenant if found.key_id else "", found.limits, address)
         charges = self._limits.charges(owner, route)
-        entry = Entry(found)
+        entry = Entry(found, _key=key, _revocations=self._revocations)
         if charges:
             try:
-                entry = Entry(found, await self._limits.admit(charges), charges, self._limits)
+                readings = await self._limits.admit(charges)
+                entry = Entry(found, readings, charges, self._limits, key, self._revocations)
             except RateLimited:
                 if found.key_id:
                     self._count(found.key_id, "limited")
@@ -214,6 +263,10 @@ class Access:
     def leave(self) -> None:
         """Ends the entry of the present task."""
         _entry.set(None)
+
+
+def _caller_of(key: ApiKey) -> Caller:
+    return Caller(key.id, key.tenant, key.role, key.models, key.limits)
 
 
 def _role(needs: Needs) -> str:

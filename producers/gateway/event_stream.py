@@ -23,10 +23,10 @@ from penstock.producers.gateway.problems import problem_of
 from penstock.producers.gateway.waiting import job_headers
 from penstock.registry import codecs
 from penstock.registry.codecs import Codec
-from penstock.registry.errors import BrokerUnavailable, InvalidInput, ResultTimeout
+from penstock.registry.errors import BrokerUnavailable, InvalidInput, QueueFull, ResultTimeout
 from penstock.registry.tensors import Array
 
-__all__ = ["EVENTS", "HEARTBEAT", "STREAM_HEADERS", "EventStreams", "StreamsStopped", "event_data"]
+__all__ = ["EVENTS", "HEARTBEAT", "STREAM_HEADERS", "EventStreams", "StreamPlaces", "StreamsStopped", "event_data"]
 
 EVENTS: Final = b"text/event-stream"
 STREAM_HEADERS: Final = (
@@ -42,19 +42,35 @@ class StreamsStopped(Exception):
     """The server stops, and its streams end."""
 
 
+class StreamPlaces:
+    """The places of event streams and WebSockets in one process. most: places."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.taken = 0
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Inside of the block a stream has a place. Raises QueueFull without one."""
+        if self.taken >= self._most:
+            raise QueueFull(f"{self._most} streams are open in this process. Expected a retry after 1 s", 1)
+        self.taken += 1
+        try:
+            yield
+        finally:
+            self.taken -= 1
+
+
 class EventStreams:
     """The event streams of one process. heartbeat_s: the longest silence. retry_ms: when clients come back."""
 
-    def __init__(self, *, heartbeat_s: float = 15.0, retry_ms: int = 1000) -> None:
+    def __init__(self, places: StreamPlaces, *, heartbeat_s: float = 15.0, retry_ms: int = 1000) -> None:
+        self.place: Final = places.place
+        """See StreamPlaces.place: it is entered before a job is submitted."""
         self.heartbeat_s: Final = heartbeat_s
         self._retry = b"retry: %d\n\n" % retry_ms
         self._open: set[asyncio.Task[Any] | None] = set()
         self._stopping = asyncio.Event()
-
-    @property
-    def count(self) -> int:
-        """The open streams."""
-        return len(self._open)
 
     def stop(self) -> None:
         """Ends all streams, and each new one at once."""
@@ -66,13 +82,13 @@ class EventStreams:
     async def send(self, handle: AsyncJobHandle, codec: Codec, exchange: Exchange) -> None:
         """Answers with the events of a job. 204 when its end was seen: a browser comes back no more then.
 
-        Raises UnknownJob and BrokerUnavailable before the first byte.
+        Raises UnknownJob, QueueFull and BrokerUnavailable before the first byte.
         """
         last = _last_event_id(exchange)
         await handle.status()
         exchange.about = job_headers(handle.id)
         try:
-            with self.opened(), exchange.watch():
+            with self.place(), self.opened(), exchange.watch():
                 await self._send(handle, codec, exchange, last)
         except StreamsStopped:
             await self._end(exchange)

@@ -1,6 +1,6 @@
 """One HTTP request and its answer, on ASGI. It bounds what a client can make the process hold and wait for.
 
-    head -> declared length (413 before a byte is read) -> body, within a time -> answer, or a stream of parts
+    head -> type and declared length (415, 413 before a byte is read) -> body, within a time -> answer, or parts of it
 
 A client that has gone is noticed while a route waits: see `watch`.
 """
@@ -20,6 +20,7 @@ from penstock.registry.errors import InvalidInput
 
 __all__ = [
     "JSON",
+    "CallerRevoked",
     "ClientGone",
     "Exchange",
     "Limits",
@@ -37,6 +38,8 @@ Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 JSON: Final = b"application/json"
+_JSON_TYPES: Final = frozenset({"", JSON.decode()})
+_PLAIN_ENCODINGS: Final = frozenset({b"", b"identity"})
 _WATCH_AFTER_S: Final = 0.02
 """Most answers come sooner, and need no task that listens for the end of the connection."""
 _MOST_QUERY: Final = 32
@@ -52,6 +55,10 @@ class Limits(NamedTuple):
 
 class ClientGone(Exception):
     """The client has closed the connection: nobody reads an answer."""
+
+
+class CallerRevoked(ClientGone):
+    """The API key of the request stopped working while the request waited: it ends as one whose client has gone."""
 
 
 class RequestRefused(Exception):
@@ -123,8 +130,19 @@ class Exchange:
         except ValueError:
             raise InvalidInput(f"An unreadable query. Expected at most {_MOST_QUERY} parameters in ASCII") from None
 
+    async def json_body(self) -> bytes:
+        """The whole body of a route that takes only JSON. No type at all is taken for JSON.
+
+        Raises RequestRefused for another type, and as `body` does.
+        """
+        kind = self.headers.get(b"content-type", JSON)
+        if kind != JSON and self.media_type not in _JSON_TYPES:
+            raise RequestRefused(415, "An unknown content type. Expected `Content-Type: application/json`")
+        return await self.body()
+
     async def body(self) -> bytes:
-        """The whole body. Raises RequestRefused for one that is too long or comes too slowly."""
+        """The whole body. Raises RequestRefused for one that is compressed, is too long or comes too slowly."""
+        self._refuse_compressed()
         most = self._limits.max_bytes
         declared = self.headers.get(b"content-length")
         if declared is not None and (not declared.isdigit() or len(declared) > 18 or int(declared) > most):
@@ -138,8 +156,9 @@ class Exchange:
     async def parts(self, most: int) -> AsyncIterator[bytes]:
         """The body in parts, for a route that keeps no whole body. Each part has the time of a body.
 
-        Raises RequestRefused for a body of over `most` bytes and for a part that comes too slowly.
+        Raises RequestRefused for a compressed body, one of over `most` bytes and for a part that comes too slowly.
         """
+        self._refuse_compressed()
         declared = self.headers.get(b"content-length")
         if declared is not None and (not declared.isdigit() or len(declared) > 18 or int(declared) > most):
             raise _too_long(most)
@@ -159,6 +178,10 @@ class Exchange:
             is_last = not message.get("more_body", False)
             if part:
                 yield part
+
+    def _refuse_compressed(self) -> None:
+        if self.headers.get(b"content-encoding", b"identity").lower() not in _PLAIN_ENCODINGS:
+            raise RequestRefused(415, "A compressed body. Expected one without Content-Encoding")
 
     def _too_slow(self) -> RequestRefused:
         return RequestRefused(
@@ -211,11 +234,11 @@ class Exchange:
             await self._send({"type": "http.response.body", "body": b""})
 
     def watch(self) -> AbstractContextManager[None]:
-        """Inside of the block the end of the connection ends the task's wait. The body has been read before.
+        """Inside of the block the end of the connection ends the task's wait, and so does that of the caller's key.
 
-        Raises ClientGone.
+        The body has been read before. Raises ClientGone.
         """
-        return _Watch(self._receive)
+        return _Watch(self._receive, self.entry)
 
     async def _begin(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.has_begun, self.status = True, status
@@ -255,11 +278,13 @@ class _Limit:
 class _Watch:
     """See Exchange.watch. A class: each prediction enters it, and a generator takes twice as long."""
 
-    __slots__ = ("_is_gone", "_receive", "_task", "_timer", "_watcher")
+    __slots__ = ("_end", "_end_watch", "_entry", "_receive", "_task", "_timer", "_watcher")
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, entry: Entry) -> None:
         self._receive = receive
-        self._is_gone = False
+        self._entry = entry
+        self._end: type[ClientGone] | None = None
+        self._end_watch: Callable[[], object] | None = None
         self._watcher: asyncio.Task[None] | None = None
 
     def __enter__(self) -> None:
@@ -272,18 +297,24 @@ class _Watch:
         self._timer.cancel()
         if self._watcher is not None:
             self._watcher.cancel()
-        if self._is_gone and self._task is not None and isinstance(error, asyncio.CancelledError):
+        if self._end_watch is not None:
+            self._end_watch()
+        if self._end is not None and self._task is not None and isinstance(error, asyncio.CancelledError):
             self._task.uncancel()
-            raise ClientGone from None
+            raise self._end from None
 
     def _begin(self) -> None:
         self._watcher = asyncio.get_running_loop().create_task(self._await_end())
+        self._end_watch = self._entry.on_revoked(lambda: self._cancel(CallerRevoked))
 
     async def _await_end(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._is_gone = True
-        if self._task is not None:
+        self._cancel(ClientGone)
+
+    def _cancel(self, end: type[ClientGone]) -> None:
+        if self._end is None and self._task is not None:
+            self._end = end
             self._task.cancel()
 
 

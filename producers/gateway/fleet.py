@@ -35,6 +35,7 @@ from penstock.registry.errors import (
     UnknownModel,
 )
 from penstock.registry.package import ModelSpec
+from penstock.registry.settings_sections import LATEST
 from penstock.registry.tensors import Array
 
 __all__ = ["Answered", "GatewayClient", "ServedModel"]
@@ -102,10 +103,13 @@ class GatewayClient(AsyncClient):
         return await self._broker.spend(requests)
 
     async def spec_of(self, model: str, version: str | None = None) -> ModelSpec:
-        """The spec of the active version, or of the named one. Raises UnknownModel, and NotPermitted."""
+        """The spec of the active version, which is `latest`, too, or of the named one.
+
+        Raises UnknownModel, and NotPermitted.
+        """
         if (found := caller()) is not None:
             found.check_model(model)
-        return await self._spec_of_any(model, version)
+        return await self._spec_of_any(model, None if version == LATEST else version)
 
     async def _spec_of_any(self, model: str, version: str | None = None) -> ModelSpec:
         self._enter_loop()
@@ -238,10 +242,14 @@ def _add_answer(handle: AsyncJobHandle, found: dict[str, Answered]) -> None:
 
 
 def _of_caller(model: str, options: SubmitOptions) -> SubmitOptions:
-    """The options with the tenant and the key of the caller. Raises NotPermitted for a model of other keys."""
+    """The options with the tenant and the key of the caller; the version `latest` is the active one.
+
+    Raises NotPermitted for a model of other keys.
+    """
     found = entered()
     found.check_model(model)
-    return replace(options, tenant=found.tenant, account=found.key_id)
+    version = None if options.version == LATEST else options.version
+    return replace(options, tenant=found.tenant, account=found.key_id, version=version)
 
 
 def _described(spec: ModelSpec, reports: list[Mapping[str, Any]]) -> ServedModel:

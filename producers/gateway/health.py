@@ -51,7 +51,16 @@ class HealthRoutes:
                 "GET", "/healthz", self.show_models, "Whether models are loaded, and which versions", needs="nothing"
             ),
             *(
-                [Route("GET", "/metrics", self.show_metrics, "Figures for Prometheus", needs="admin")]
+                [
+                    Route(
+                        "GET",
+                        "/metrics",
+                        self.show_metrics,
+                        "Figures for Prometheus",
+                        needs="admin",
+                        also_gives=(b"text/plain",),
+                    )
+                ]
                 if self._has_metrics
                 else []
             ),

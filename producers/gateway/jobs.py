@@ -9,22 +9,33 @@ GET    /v1/jobs/{id}/events   its events as they happen: event_stream.py
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, Final, Literal
 
 import msgspec
 
 from penstock.producers.async_client import AsyncJobHandle
-from penstock.producers.gateway.event_stream import EventStreams
+from penstock.producers.gateway.event_stream import EVENTS, EventStreams
 from penstock.producers.gateway.exchange import JSON, Exchange, RequestRefused
 from penstock.producers.gateway.problems import problem_of
 from penstock.producers.gateway.request_headers import (
+    HEAD_HEADER,
+    KEY_HEADER,
     idempotency_key,
     preferred_wait_s,
     query_wait_s,
     wanted_type,
 )
 from penstock.producers.gateway.routing import Route
-from penstock.producers.gateway.tensors import BINARY, fields_of, read_document, read_inputs, write_outputs
+from penstock.producers.gateway.tensors import (
+    BINARY,
+    MSGPACK,
+    TENSOR_TYPES,
+    fields_of,
+    read_document,
+    read_inputs,
+    write_outputs,
+)
 from penstock.producers.gateway.waiting import JobRequest, Jobs, job_headers
 from penstock.producers.submission import with_keys
 from penstock.registry.admission import SubmitOptions
@@ -119,23 +130,36 @@ class JobRoutes:
         """The routes, for the table of the application."""
         headers = {
             "Prefer": "wait=N: answer with the job if it ends within N seconds",
-            "Idempotency-Key": "a second request with this key and the same inputs gets the first one's job",
+            **KEY_HEADER,
+            **HEAD_HEADER,
         }
         return [
             Route(
                 *("POST", "/v1/jobs", self.submit, "Submit a job", JobFields, JobView, 202, headers),
                 other_statuses=(200,),
+                also_takes=TENSOR_TYPES,
+                also_gives=TENSOR_TYPES,
             ),
-            Route("POST", "/v1/jobs:batch", self.submit_many, "Submit jobs of one model", BatchFields, BatchView, 202),
+            Route(
+                *("POST", "/v1/jobs:batch", self.submit_many, "Submit jobs of one model"),
+                *(BatchFields, BatchView, 202, KEY_HEADER),
+                also_takes=(MSGPACK,),
+            ),
             Route(
                 *("GET", "/v1/jobs/{id}", self.show, "Show a job"),
                 gives=JobView,
                 parameters={"wait": "seconds to wait for its end, at most 300"},
+                also_gives=TENSOR_TYPES,
             ),
             Route("DELETE", "/v1/jobs/{id}", self.cancel, "Cancel a job", gives=Cancellation),
             Route(
                 *("GET", "/v1/jobs/{id}/events", self.follow, "Follow the events of a job"),
-                parameters={"Last-Event-ID": "the id of the last event that was seen"},
+                parameters={
+                    "Last-Event-ID": "the id of the last event that was seen",
+                    "after": "the same, for clients that cannot set the header",
+                },
+                also_gives=(EVENTS,),
+                other_statuses=(204,),
             ),
         ]
 
@@ -172,6 +196,7 @@ class JobRoutes:
             raise RequestRefused(415, "Bytes behind a document are of one job. Expected application/json or /msgpack")
         document = read_document(exchange, await exchange.body())
         fields = fields_of(document, BatchFields)
+        keys = _keys_of(fields, idempotency_key(exchange))
         if not 0 < len(fields.inputs) <= _MOST_ITEMS:
             raise InvalidInput(f"inputs has {len(fields.inputs)} entries. Expected 1 to {_MOST_ITEMS}")
         spec = await self._client.spec_of(fields.model, fields.version)
@@ -189,7 +214,7 @@ class JobRoutes:
             sticky_key=fields.sticky_key,
             endpoint=fields.endpoint,
         )
-        keyed = [*with_keys(items, fields.idempotency_keys)]
+        keyed = [*with_keys(items, keys)]
         answers = await self._client.submit_each(fields.model, keyed, options)
         full = next((problem_of(each) for each in answers if isinstance(each, QueueFull)), None)
         view = BatchView([_batched(each) for each in answers])
@@ -247,6 +272,16 @@ class JobRoutes:
             return (await self._client.spec_of(handle.model)).codecs.default
         except UnknownModel:
             return "json"
+
+
+def _keys_of(fields: BatchFields, key: str | None) -> list[str | None] | None:
+    """The idempotency key of each item. That of the request gives each place one of its own. Raises RequestRefused."""
+    if key is None:
+        return fields.idempotency_keys
+    if fields.idempotency_keys is not None:
+        raise RequestRefused(400, "Found Idempotency-Key beside idempotency_keys. Expected one of both")
+    digest = hashlib.sha256(key.encode("ascii")).hexdigest()
+    return [f"jobs:batch {digest} {index}" for index in range(len(fields.inputs))]
 
 
 def _retry(fields: RetryFields | None) -> Retry | None:

@@ -26,6 +26,7 @@ from penstock.registry import stack_file
 from penstock.registry.desired_state import DesiredVersion, StateStore
 from penstock.registry.errors import InvalidInput, ModelNotReady, QueueFull, ResultTimeout, UnknownModel
 from penstock.registry.settings import Settings
+from penstock.registry.settings_sections import LATEST
 
 __all__ = ["ModelControlRoutes"]
 
@@ -109,11 +110,11 @@ class ModelControlRoutes:
 
     async def _asked(self, exchange: Exchange) -> tuple[str, str]:
         """(name, version) of a request. Raises RequestRefused where requests are not the gateway's to make."""
-        fields = decoded(await exchange.body(), VersionFields)
+        fields = decoded(await exchange.json_body(), VersionFields)
         if (refusal := self._refusal()) is not None:
             raise RequestRefused(403, refusal)
         spec = await self._client.spec_of(fields.name)
-        version = spec.version if fields.version is None else fields.version
+        version = spec.version if fields.version is None or fields.version == LATEST else fields.version
         if not _VERSION.fullmatch(version):
             raise InvalidInput("Bad version. Expected letters, digits, dots, underscores and hyphens")
         return spec.name, version

@@ -3,6 +3,8 @@
 GET /v1/models                  all of them; GET /v1/models?loaded=true only those that a worker has in memory
 GET /v1/models/{name}           one, with its inputs and outputs; loads it where the gateway may load
 GET /v1/models/{name}/active    the version that answers
+
+The name `default` stands for the only model of a kind: default_model.py.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.producers.gateway.default_model import any_default
 from penstock.producers.gateway.exchange import Exchange
 from penstock.producers.gateway.fleet import GatewayClient, ServedModel
 from penstock.producers.gateway.model_control import ModelControlRoutes
@@ -98,7 +101,7 @@ class ModelRoutes:
 
     async def show(self, exchange: Exchange) -> None:
         """GET /v1/models/{name}."""
-        model = await self._client.model(exchange.words["name"])
+        model = await self._named(exchange)
         if not model.is_loaded:
             await self._control.load_shown(model.spec.name, model.spec.version, exchange)
             model = await self._client.model(model.spec.name)
@@ -117,9 +120,13 @@ class ModelRoutes:
 
     async def show_active(self, exchange: Exchange) -> None:
         """GET /v1/models/{name}/active."""
-        model = await self._client.model(exchange.words["name"])
+        model = await self._named(exchange)
         view = ActiveView(model.spec.name, model.spec.version, model.is_loaded)
         await exchange.answer(200, msgspec.json.encode(view))
+
+    async def _named(self, exchange: Exchange) -> ServedModel:
+        """The model of the path. Raises UnknownModel."""
+        return await self._client.model(await any_default(self._client, exchange.words["name"]))
 
 
 def _line(model: ServedModel) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import re
 from collections.abc import AsyncIterator, Callable
 from typing import Final
 
+from penstock.producers.gateway.exchange import RequestRefused
 from penstock.registry.errors import InvalidInput
 
 __all__ = ["boundary_of", "read_form"]
@@ -25,10 +26,12 @@ _EXPECTED: Final = "Expected multipart/form-data with purpose and one file"
 
 
 def boundary_of(content_type: str) -> bytes:
-    """The boundary of a form. Raises InvalidInput for another content type."""
+    """The boundary of a form. Raises RequestRefused for another content type, and InvalidInput without a boundary."""
+    if content_type.partition(";")[0].strip().lower() != "multipart/form-data":
+        raise RequestRefused(415, f"The body is no form. {_EXPECTED}")
     found = _BOUNDARY.search(content_type)
-    if not content_type.lower().startswith("multipart/form-data") or found is None:
-        raise InvalidInput(f"The body is no form. {_EXPECTED}")
+    if found is None:
+        raise InvalidInput(f"The form has no boundary. {_EXPECTED}")
     return (found[1] or found[2]).encode("latin-1", "replace")
 
 

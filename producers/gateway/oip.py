@@ -8,7 +8,7 @@ POST /v2/repository/index
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -28,8 +28,9 @@ from penstock.producers.gateway.oip_terms import (
     versions_of,
 )
 from penstock.producers.gateway.problems import Problem
-from penstock.producers.gateway.request_headers import idempotency_key
-from penstock.producers.gateway.routing import Route
+from penstock.producers.gateway.request_headers import HEAD_HEADER, KEY_HEADER, idempotency_key
+from penstock.producers.gateway.routing import ErrorShape, Route
+from penstock.producers.gateway.tensors import BINARY
 from penstock.producers.gateway.waiting import JobRequest, Jobs
 
 __all__ = ["OipRoutes"]
@@ -51,6 +52,21 @@ class ModelMetadata(msgspec.Struct):
     platform: str
     inputs: list[TensorMetadata]
     outputs: list[TensorMetadata]
+
+
+class InferAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The outputs, each with name, datatype, shape, and data or the size of its bytes behind the JSON."""
+
+    model_name: str
+    model_version: str
+    outputs: list[dict[str, Any]]
+    id: str = ""
+
+
+class OipErrorView(msgspec.Struct):
+    """How a request failed, as the protocol has it."""
+
+    error: str
 
 
 class OipRoutes:
@@ -79,7 +95,14 @@ class OipRoutes:
                 for route in (
                     _route("GET", path, self.show_model, "OIP: the metadata of a model", gives=ModelMetadata),
                     _route("GET", f"{path}/ready", self.show_ready, "OIP: whether a worker has the model"),
-                    _route("POST", f"{path}/infer", self.infer, "OIP: run a model", takes=InferRequest),
+                    _route(
+                        *("POST", f"{path}/infer", self.infer, "OIP: run a model"),
+                        takes=InferRequest,
+                        gives=InferAnswer,
+                        also_takes=(BINARY,),
+                        also_gives=(BINARY,),
+                        parameters={**KEY_HEADER, **HEAD_HEADER},
+                    ),
                 )
             ),
         ]
@@ -91,7 +114,7 @@ class OipRoutes:
 
     async def show_index(self, exchange: Exchange) -> None:
         """POST /v2/repository/index."""
-        await exchange.body()
+        await exchange.json_body()
         lines = [
             {
                 "name": model.spec.name,
@@ -151,9 +174,11 @@ class OipRoutes:
 
 
 def _route(method: Any, path: str, handler: Any, summary: str, **further: Any) -> Route:
-    return Route(method, path, handler, summary, write_problem=_error, **further)
+    return Route(method, path, handler, summary, error=_ERROR, **further)
 
 
-def _error(problem: Problem) -> tuple[bytes, bytes]:
-    """An error as the protocol has it."""
-    return msgspec.json.encode({"error": f"{problem.title}: {problem.detail}"}), JSON
+def _written_error(problem: Problem) -> bytes:
+    return msgspec.json.encode(OipErrorView(f"{problem.title}: {problem.detail}"))
+
+
+_ERROR: Final = ErrorShape(_written_error, OipErrorView)

@@ -26,6 +26,7 @@ __all__ = [
     "InferRequest",
     "OpenedRequest",
     "bytes_of",
+    "check_parameters",
     "count_of",
     "from_bytes",
     "read_infer",
@@ -41,7 +42,11 @@ DATATYPES: Final = {
 """The datatypes of the protocol by ours."""
 DTYPES_OF: Final = {datatype: dtype for dtype, datatype in DATATYPES.items()}
 """Our dtypes by those of the protocol."""
+_OF_REQUEST: Final = frozenset({"priority", "timeout", "binary_data_output"})
+_OF_INPUT: Final = frozenset({"binary_data_size"})
+_OF_OUTPUT: Final = frozenset({"binary_data"})
 _MOST_DIMS: Final = 8
+_MOST_NAMED: Final = 8
 _MOST_ELEMENTS: Final = 64 * 1024 * 1024
 
 
@@ -84,8 +89,6 @@ class OpenedRequest(msgspec.Struct):
 
 def read_infer(exchange: Exchange, body: bytes) -> OpenedRequest:
     """Opens a request. Raises InvalidInput with the name of the tensor, and RequestRefused for another content type."""
-    if exchange.header(b"content-encoding") not in ("", "identity"):
-        raise RequestRefused(415, "A compressed body. Expected one without Content-Encoding")
     if exchange.media_type not in ("", JSON.decode(), BINARY.decode()):
         raise RequestRefused(415, "An unknown content type. Expected application/json or application/octet-stream")
     tail = memoryview(b"")
@@ -93,6 +96,9 @@ def read_infer(exchange: Exchange, body: bytes) -> OpenedRequest:
     if HEAD_LENGTH in exchange.headers:
         head, tail = split_binary(exchange, body)
     request = decoded(head, InferRequest)
+    check_parameters("request", request.parameters, _OF_REQUEST)
+    for output in request.outputs:
+        check_parameters("output", output.parameters, _OF_OUTPUT)
     tensors: dict[str, Array] = {}
     for each in request.inputs:
         if each.name in tensors:
@@ -147,6 +153,7 @@ def _binary(request: InferRequest) -> frozenset[str] | None:
 
 def _read(each: InferInput, tail: memoryview) -> tuple[Array, memoryview]:
     """(array, the rest of the bytes)."""
+    check_parameters("input", each.parameters, _OF_INPUT)
     name, dtype = shown(each.name), DTYPES_OF.get(each.datatype)
     if dtype is None:
         raise InvalidInput(f"{name}: an unknown datatype. Expected one of: {', '.join(DTYPES_OF)}")
@@ -159,6 +166,17 @@ def _read(each: InferInput, tail: memoryview) -> tuple[Array, memoryview]:
     if type(size) is not int or not 0 <= size <= len(tail):
         raise InvalidInput(f"{name}: bad binary_data_size. Expected at most the {len(tail)} bytes that are left")
     return from_bytes(name, dtype, each.shape, count, tail[:size]), tail[size:]
+
+
+def check_parameters(where: str, found: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Raises InvalidInput for parameters that are not obeyed, such as classification, sequences and shared memory.
+
+    where: request, input or output.
+    """
+    if not found.keys() <= known:
+        unknown = ", ".join(shown(name) for name in sorted(found.keys() - known)[:_MOST_NAMED])
+        expected = ", ".join(sorted(known)) or "none"
+        raise InvalidInput(f"Unknown parameters of the {where}: {unknown}. Expected only: {expected}")
 
 
 def count_of(name: str, shape: Sequence[int]) -> int:

@@ -16,10 +16,11 @@ import msgspec
 import numpy as np
 
 from penstock.producers.gateway.batches.batch_run import LineJob
-from penstock.producers.gateway.exchange import JSON, Exchange
+from penstock.producers.gateway.default_model import embeds, or_default, vectors_of
+from penstock.producers.gateway.exchange import Exchange
 from penstock.producers.gateway.problems import Problem
-from penstock.producers.gateway.request_headers import idempotency_key
-from penstock.producers.gateway.routing import Route
+from penstock.producers.gateway.request_headers import KEY_HEADER, idempotency_key
+from penstock.producers.gateway.routing import ErrorShape, Route
 from penstock.producers.gateway.tensors import decoded
 from penstock.producers.gateway.token_counts import PackageTokenizers
 from penstock.producers.gateway.waiting import JobRequest, Jobs
@@ -28,7 +29,7 @@ from penstock.registry.package import ModelSpec
 from penstock.registry.package.signature import TensorSpec
 from penstock.registry.tensors import STRING, Array
 
-__all__ = ["OpenAiRoutes", "openai_error"]
+__all__ = ["OpenAiRoutes", "OPENAI_ERROR"]
 
 _MOST_INPUTS: Final = 2048
 """Of one request, as OpenAI has it."""
@@ -82,14 +83,15 @@ class OpenAiRoutes:
         return [
             Route(
                 *("POST", "/v1/embeddings", self.embed, "OpenAI: embed texts", EmbeddingFields, EmbeddingList),
-                write_problem=openai_error,
+                parameters=KEY_HEADER,
+                error=OPENAI_ERROR,
             )
         ]
 
     async def embed(self, exchange: Exchange) -> None:
         """POST /v1/embeddings."""
         key = idempotency_key(exchange)
-        job = await self.prepare_line({}, await exchange.body())
+        job = await self.prepare_line({}, await exchange.json_body())
         await exchange.entry.spend(tokens=job.tokens)
         request = JobRequest(job.model, job.inputs, outputs=job.outputs, idempotency_key=key)
         finished = await self._jobs.run(request, exchange)
@@ -98,7 +100,7 @@ class OpenAiRoutes:
     async def prepare_line(self, words: Mapping[str, str], body: bytes) -> LineJob:
         """The job of a request, or of a line of a batch. Raises InvalidInput and UnknownModel."""
         fields = decoded(body, EmbeddingFields)
-        spec = await self._client.spec_of(fields.model)
+        spec = await self._client.spec_of(await or_default(self._client, fields.model, embeds, "embed texts"))
         tensor, rows = _input_of(spec, fields.input)
         output = _output_of(spec, fields.dimensions)
         rows, usage = await self._read(spec, tensor, rows)
@@ -130,11 +132,29 @@ class OpenAiRoutes:
         return rows, None if tokenizer is None else _usage(await tokenizer.count(rows))
 
 
-def openai_error(problem: Problem) -> tuple[bytes, bytes]:
-    """An error as OpenAI's clients read it."""
+class OpenAiErrorFields(msgspec.Struct):
+    """What failed. message: what was expected. code: a name for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class OpenAiErrorView(msgspec.Struct):
+    """How a request failed, in OpenAI's form."""
+
+    error: OpenAiErrorFields
+
+
+def _written_error(problem: Problem) -> bytes:
     kind = _KINDS.get(problem.status, "server_error" if problem.status >= 500 else "invalid_request_error")
-    error = {"message": problem.detail, "type": kind, "param": None, "code": problem.code.replace("-", "_")}
-    return msgspec.json.encode({"error": error}), JSON
+    error = OpenAiErrorFields(problem.detail, kind, None, problem.code.replace("-", "_"))
+    return msgspec.json.encode(OpenAiErrorView(error))
+
+
+OPENAI_ERROR: Final = ErrorShape(_written_error, OpenAiErrorView)
+"""An error as OpenAI's clients read it."""
 
 
 def _usage(tokens: int) -> Usage:
@@ -165,7 +185,7 @@ def _input_of(spec: ModelSpec, given: str | list[Any]) -> tuple[TensorSpec, list
 
 def _output_of(spec: ModelSpec, dimensions: int | None) -> str:
     """The name of the output with the vectors."""
-    found = [tensor for tensor in spec.outputs if tensor.dtype.startswith("float") and len(tensor.shape) == 2]
+    found = vectors_of(spec)
     if len(found) != 1:
         raise InvalidInput(f"{spec.name} has {len(found)} outputs of vectors. Expected a model with one")
     extent = found[0].shape[1]

@@ -13,6 +13,7 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -20,21 +21,24 @@ import msgspec
 from msgspec.structs import replace
 
 from penstock.producers.gateway.batches.batch_run import Endpoint, LineJob, Resume
-from penstock.producers.gateway.batches.file_store import FileStore, new_id
+from penstock.producers.gateway.batches.file_store import FileStore, NotFound, keyed_id, new_id
 from penstock.producers.gateway.batches.records import ENDED, Batch, StoredBatch
 from penstock.producers.gateway.batches.runner import BatchRunner, RunOptions
 from penstock.producers.gateway.callers import entered
 from penstock.producers.gateway.exchange import Exchange, RequestRefused
 from penstock.producers.gateway.fleet import GatewayClient
-from penstock.producers.gateway.openai import openai_error
+from penstock.producers.gateway.openai import OPENAI_ERROR
 from penstock.producers.gateway.openai_files import kept, page_of, stored_page
 from penstock.producers.gateway.problems import problem_of
+from penstock.producers.gateway.request_headers import KEY_HEADER, idempotency_key
 from penstock.producers.gateway.routing import Route, path_pattern
 from penstock.producers.gateway.tensors import decoded
-from penstock.registry.errors import InvalidInput
+from penstock.registry.errors import IdempotencyConflict, InvalidInput
 
 __all__ = ["BatchEndpoint", "BatchRoutes"]
 
+_OF_CLIENT: Final = ("endpoint", "input_file_id", "completion_window", "metadata")
+"""The fields of a batch that its request names."""
 _WINDOW: Final = re.compile(r"([1-9]\d{0,5})([smhd])")
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _LONGEST_WINDOW_S: Final = 7 * 86_400
@@ -96,7 +100,15 @@ class BatchRoutes:
         """The routes, for the table of the application."""
         listed = {"after": "the id behind which the list begins", "limit": f"at most {_MOST_LISTED}"}
         return [
-            _route("POST", "/v1/batches", self.create, "OpenAI: run a file", takes=NewBatchFields, gives=Batch),
+            _route(
+                "POST",
+                "/v1/batches",
+                self.create,
+                "OpenAI: run a file",
+                takes=NewBatchFields,
+                gives=Batch,
+                parameters=KEY_HEADER,
+            ),
             _route("GET", "/v1/batches", self.show_batches, "OpenAI: the batches", gives=BatchList, parameters=listed),
             _route("GET", "/v1/batches/{id}", self.show, "OpenAI: one batch", gives=Batch),
             _route("POST", "/v1/batches/{id}/cancel", self.cancel, "OpenAI: cancel a batch", gives=Batch),
@@ -115,14 +127,14 @@ class BatchRoutes:
     async def create(self, exchange: Exchange) -> None:
         """POST /v1/batches."""
         store, tenant = kept(self._store), entered().tenant
-        fields = decoded(await exchange.body(), NewBatchFields)
+        fields = decoded(await exchange.json_body(), NewBatchFields)
         window_s = _window_s(fields.completion_window)
         _check_metadata(fields.metadata)
         if self._find(fields.endpoint) is None:
             raise InvalidInput(f"An unknown endpoint. Expected one of: {self._paths}")
-        now = int(time.time())
+        key, now = idempotency_key(exchange), int(time.time())
         batch = Batch(
-            id=new_id("batch_"),
+            id=new_id("batch_") if key is None else keyed_id("batch_", tenant, key),
             endpoint=fields.endpoint,
             input_file_id=fields.input_file_id,
             completion_window=fields.completion_window,
@@ -130,14 +142,15 @@ class BatchRoutes:
             expires_at=now + window_s,
             metadata=fields.metadata,
         )
-        file = await asyncio.to_thread(store.file, tenant, fields.input_file_id)
-        if file.purpose != "batch":
-            raise InvalidInput("The file has another purpose. Expected a file with the purpose batch")
         new = StoredBatch(tenant, new_id("file-"), new_id("file-"), batch, entered().key_id)
-        await asyncio.to_thread(store.add_batch, new)
+        stored = await asyncio.to_thread(_added, store, new)
+        if any(getattr(stored.batch, name) != getattr(batch, name) for name in _OF_CLIENT):
+            raise IdempotencyConflict(
+                "Idempotency-Key belongs to another batch. Expected the same request, or a new key"
+            )
         if self._runner is not None:
             self._runner.wake()
-        await exchange.answer(200, msgspec.json.encode(batch))
+        await exchange.answer(200, msgspec.json.encode(stored.batch))
 
     async def show_batches(self, exchange: Exchange) -> None:
         """GET /v1/batches."""
@@ -156,7 +169,7 @@ class BatchRoutes:
     async def cancel(self, exchange: Exchange) -> None:
         """POST /v1/batches/{id}/cancel."""
         store, tenant = kept(self._store), entered().tenant
-        await exchange.body()
+        await exchange.json_body()
         cancelling = partial(_cancelling, now=int(time.time()))
         stored = await asyncio.to_thread(store.change_batch, tenant, exchange.words["id"], cancelling)
         await exchange.answer(200, msgspec.json.encode(stored.batch))
@@ -169,12 +182,24 @@ class BatchRoutes:
 
 
 def _route(method: Any, path: str, handler: Any, summary: str, **further: Any) -> Route:
-    return Route(method, path, handler, summary, write_problem=openai_error, **further)
+    return Route(method, path, handler, summary, error=OPENAI_ERROR, **further)
+
+
+def _added(store: FileStore, new: StoredBatch) -> StoredBatch:
+    """The batch as it is stored: the earlier one with its id, if any, also when that one's file is gone by now.
+
+    Raises NotFound without the input file, and InvalidInput for a file of another purpose.
+    """
+    with suppress(NotFound):
+        return store.batch(new.tenant, new.batch.id)
+    if store.file(new.tenant, new.batch.input_file_id).purpose != "batch":
+        raise InvalidInput("The file has another purpose. Expected a file with the purpose batch")
+    return store.add_batch(new)
 
 
 def _written_error(error: Exception) -> tuple[int, bytes]:
     problem = problem_of(error)
-    return problem.status, openai_error(problem)[0]
+    return problem.status, OPENAI_ERROR(problem)[0]
 
 
 def _cancelling(stored: StoredBatch, now: int) -> StoredBatch:

@@ -11,12 +11,14 @@ from typing import Any, Final
 import msgspec
 
 from penstock.producers.gateway.batches.batch_run import LineJob
+from penstock.producers.gateway.event_stream import EVENTS
 from penstock.producers.gateway.exchange import Exchange
 from penstock.producers.gateway.fleet import GatewayClient
-from penstock.producers.gateway.openai import openai_error
+from penstock.producers.gateway.openai import OPENAI_ERROR
 from penstock.producers.gateway.openai_logprobs import ChatLogprobs, LogprobWish, chat_logprobs, wished_top
 from penstock.producers.gateway.openai_sampling import SamplingFields, generating_spec, sampling_of
 from penstock.producers.gateway.openai_texts import Head, OpenAiTexts, UsageView, line_job, reason_of
+from penstock.producers.gateway.request_headers import KEY_HEADER
 from penstock.producers.gateway.routing import Route
 from penstock.producers.gateway.tensors import decoded
 from penstock.producers.gateway.text_jobs import Delta, Text, TextRequest
@@ -118,13 +120,15 @@ class ChatRoutes:
                 "OpenAI: answer a chat",
                 takes,
                 gives,
-                write_problem=openai_error,
+                parameters=KEY_HEADER,
+                error=OPENAI_ERROR,
+                also_gives=(EVENTS,),
             )
         ]
 
     async def chat(self, exchange: Exchange) -> None:
         """POST /v1/chat/completions."""
-        fields = decoded(await exchange.body(), ChatFields)
+        fields = decoded(await exchange.json_body(), ChatFields)
         await self._texts.answer(fields, *await self._asked(fields), exchange)
 
     async def prepare_line(self, words: Mapping[str, str], body: bytes) -> LineJob:

@@ -11,12 +11,14 @@ from typing import Any, Final
 import msgspec
 
 from penstock.producers.gateway.batches.batch_run import LineJob
+from penstock.producers.gateway.event_stream import EVENTS
 from penstock.producers.gateway.exchange import Exchange
 from penstock.producers.gateway.fleet import GatewayClient
-from penstock.producers.gateway.openai import openai_error
+from penstock.producers.gateway.openai import OPENAI_ERROR
 from penstock.producers.gateway.openai_logprobs import CompletionLogprobs, LogprobWish, completion_logprobs
 from penstock.producers.gateway.openai_sampling import SamplingFields, generating_spec, sampling_of
 from penstock.producers.gateway.openai_texts import Head, OpenAiTexts, UsageView, line_job, reason_of
+from penstock.producers.gateway.request_headers import KEY_HEADER
 from penstock.producers.gateway.routing import Route
 from penstock.producers.gateway.tensors import decoded
 from penstock.producers.gateway.text_jobs import Delta, Text, TextRequest
@@ -80,13 +82,15 @@ class CompletionRoutes:
                 "OpenAI: complete prompts",
                 takes,
                 gives,
-                write_problem=openai_error,
+                parameters=KEY_HEADER,
+                error=OPENAI_ERROR,
+                also_gives=(EVENTS,),
             )
         ]
 
     async def complete(self, exchange: Exchange) -> None:
         """POST /v1/completions."""
-        fields = decoded(await exchange.body(), CompletionFields)
+        fields = decoded(await exchange.json_body(), CompletionFields)
         await self._texts.answer(fields, *await self._asked(fields), exchange)
 
     async def prepare_line(self, words: Mapping[str, str], body: bytes) -> LineJob:

@@ -20,7 +20,8 @@ from penstock.producers.gateway.callers import entered
 from penstock.producers.gateway.exchange import Exchange, RequestRefused
 from penstock.producers.gateway.fleet import GatewayClient
 from penstock.producers.gateway.multipart import boundary_of, read_form
-from penstock.producers.gateway.openai import openai_error
+from penstock.producers.gateway.openai import OPENAI_ERROR
+from penstock.producers.gateway.request_headers import refuse_key
 from penstock.producers.gateway.routing import Route
 from penstock.registry.errors import InvalidInput
 
@@ -89,12 +90,19 @@ class FileRoutes:
             _route("POST", "/v1/files", self.upload, "OpenAI: upload a file for a batch", gives=File, form=_FORM),
             _route("GET", "/v1/files", self.show_files, "OpenAI: the files", gives=FileList, parameters=listed),
             _route("GET", "/v1/files/{id}", self.show, "OpenAI: one file", gives=File),
-            _route("GET", "/v1/files/{id}/content", self.show_content, "OpenAI: the content of a file"),
+            _route(
+                "GET",
+                "/v1/files/{id}/content",
+                self.show_content,
+                "OpenAI: the content of a file",
+                also_gives=(_CONTENT,),
+            ),
             _route("DELETE", "/v1/files/{id}", self.delete, "OpenAI: delete a file", gives=DeletedFile),
         ]
 
     async def upload(self, exchange: Exchange) -> None:
         """POST /v1/files."""
+        refuse_key(exchange, "each upload is a file of its own")
         store, tenant = kept(self._store), entered().tenant
         boundary = boundary_of(exchange.header(b"content-type"))
         upload = await asyncio.to_thread(store.upload)
@@ -195,7 +203,7 @@ def stored_page(kind: Callable[..., Any], found: list[Any], limit: int) -> Any:
 
 
 def _route(method: Any, path: str, handler: Any, summary: str, **further: Any) -> Route:
-    return Route(method, path, handler, summary, write_problem=openai_error, **further)
+    return Route(method, path, handler, summary, error=OPENAI_ERROR, **further)
 
 
 def kept(store: FileStore | None) -> FileStore:

@@ -19,7 +19,7 @@ import msgspec
 from penstock.producers.async_client import AsyncJobHandle
 from penstock.producers.gateway.event_stream import EVENTS, HEARTBEAT, STREAM_HEADERS, EventStreams, StreamsStopped
 from penstock.producers.gateway.exchange import Exchange, RequestRefused
-from penstock.producers.gateway.openai import openai_error
+from penstock.producers.gateway.openai import OPENAI_ERROR
 from penstock.producers.gateway.openai_chat import structure_of
 from penstock.producers.gateway.openai_response_events import ResponseEvents
 from penstock.producers.gateway.openai_response_input import format_of, messages_of, tools_of
@@ -32,7 +32,7 @@ from penstock.producers.gateway.openai_response_views import (
 )
 from penstock.producers.gateway.openai_sampling import SamplingFields, generating_spec, sampling_of
 from penstock.producers.gateway.problems import problem_of
-from penstock.producers.gateway.request_headers import idempotency_key
+from penstock.producers.gateway.request_headers import KEY_HEADER, idempotency_key
 from penstock.producers.gateway.routing import Route
 from penstock.producers.gateway.tensors import decoded
 from penstock.producers.gateway.text_jobs import TextRequest, only_text
@@ -104,36 +104,38 @@ class ResponseRoutes:
     def routes(self) -> list[Route]:
         """The routes, for the table of the application."""
         shown = {"stream": "true: its events", "starting_after": "the number of the last event that was seen"}
-        one, error = "/v1/responses/{id}", openai_error
+        one, error = "/v1/responses/{id}", OPENAI_ERROR
         return [
             Route(
                 *("POST", "/v1/responses", self.create, "OpenAI: create a response", ResponseFields, ResponseView),
-                write_problem=error,
+                parameters=KEY_HEADER,
+                error=error,
+                also_gives=(EVENTS,),
             ),
             Route(
                 *("GET", one, self.show, "OpenAI: show a response"),
                 gives=ResponseView,
                 parameters=shown,
-                write_problem=error,
+                error=error,
+                also_gives=(EVENTS,),
             ),
             Route(
                 *("POST", f"{one}/cancel", self.cancel, "OpenAI: cancel a response"),
                 gives=ResponseView,
-                write_problem=error,
+                error=error,
             ),
-            Route(
-                *("DELETE", one, self.delete, "OpenAI: delete a response"), gives=DeletedResponse, write_problem=error
-            ),
+            Route(*("DELETE", one, self.delete, "OpenAI: delete a response"), gives=DeletedResponse, error=error),
         ]
 
     async def create(self, exchange: Exchange) -> None:
         """POST /v1/responses."""
         key = idempotency_key(exchange)
-        fields = decoded(await exchange.body(), ResponseFields)
+        fields = decoded(await exchange.json_body(), ResponseFields)
         asked = await self._asked(fields, key, exchange.header(b"traceparent"))
         if fields.stream:
-            async with self._begun(asked, exchange) as handle:
-                await self._stream(handle, ResponseId(handle.id, asked.has_tools), exchange, -1)
+            with self._streams.place():
+                async with self._begun(asked, exchange) as handle:
+                    await self._stream(handle, ResponseId(handle.id, asked.has_tools), exchange, -1)
             await self._forget(handle, asked)
         elif asked.is_background:
             handle = await self._jobs.submit(asked.job, exchange)
@@ -159,14 +161,14 @@ class ResponseRoutes:
             await handle.status()
             exchange.about = job_headers(handle.id)
             after = _number(query.get("starting_after"))
-            with self._jobs.waiter(handle.id):
+            with self._streams.place(), self._jobs.waiter(handle.id):
                 await self._stream(handle, name, exchange, after)
         else:
             await self._show(name, handle, exchange)
 
     async def cancel(self, exchange: Exchange) -> None:
         """POST /v1/responses/{id}/cancel."""
-        await exchange.body()
+        await exchange.json_body()
         name, handle = await self._found(exchange)
         if await handle.cancel() == "requested":
             await self._jobs.wait(handle, _CANCEL_WAIT_S, exchange)

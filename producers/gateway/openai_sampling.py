@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from penstock.producers.gateway.default_model import generates, or_default
 from penstock.producers.gateway.fleet import GatewayClient
 from penstock.registry.errors import InvalidInput
 from penstock.registry.package import ModelSpec
@@ -17,7 +18,6 @@ from penstock.registry.sampling_params import SamplingParams
 
 __all__ = ["Sampling", "SamplingFields", "StreamOptions", "generating_spec", "sampling_of"]
 
-_DEFAULT: Final = "default"
 _SAME_NAME: Final = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words", "allowed_token_ids"),
@@ -78,15 +78,8 @@ async def generating_spec(client: GatewayClient, model: str) -> ModelSpec:
 
     Raises UnknownModel, and InvalidInput for a model that generates none.
     """
-    name = model
-    if model == _DEFAULT:
-        names = [each.spec.name for each in await client.models() if each.spec.generate is not None]
-        if _DEFAULT not in names:
-            if len(names) != 1:
-                raise InvalidInput(f"{len(names)} models generate text. Expected the name of one as model")
-            (name,) = names
-    spec = await client.spec_of(name)
-    if spec.generate is None:
+    spec = await client.spec_of(await or_default(client, model, generates, "generate text"))
+    if not generates(spec):
         raise InvalidInput(f"{spec.name} generates no text. Expected a model of format generate")
     return spec
 

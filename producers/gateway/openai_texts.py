@@ -18,8 +18,8 @@ import msgspec
 
 from penstock.producers.gateway.batches.batch_run import LineJob
 from penstock.producers.gateway.event_stream import EVENTS, HEARTBEAT, STREAM_HEADERS, StreamsStopped
-from penstock.producers.gateway.exchange import ClientGone, Exchange
-from penstock.producers.gateway.openai import openai_error
+from penstock.producers.gateway.exchange import CallerRevoked, ClientGone, Exchange
+from penstock.producers.gateway.openai import OPENAI_ERROR
 from penstock.producers.gateway.openai_logprobs import LogprobWish
 from penstock.producers.gateway.openai_sampling import SamplingFields
 from penstock.producers.gateway.problems import problem_of
@@ -107,7 +107,9 @@ class OpenAiTexts:
             return
         try:
             await self._stream(request, shape, exchange, tells_usage=fields.tells_usage)
-        except ClientGone:
+        except ClientGone as error:
+            if isinstance(error, CallerRevoked) and exchange.has_begun:
+                await exchange.write(_error_event(error))
             raise
         except StreamsStopped:
             # Without [DONE], clients see that the text is not whole.
@@ -118,8 +120,7 @@ class OpenAiTexts:
             # A client that does not take the chunks gets no further one.
             if not exchange.has_begun or (isinstance(error, TimeoutError) and not isinstance(error, PenstockError)):
                 raise
-            body, _ = openai_error(problem_of(error))
-            await exchange.write(b"data: %s\n\n" % body)
+            await exchange.write(_error_event(error))
             await exchange.end_stream()
 
     async def _stream(self, request: TextRequest, shape: Shape, exchange: Exchange, *, tells_usage: bool) -> None:
@@ -174,6 +175,10 @@ def _head(request: TextRequest, exchange: Exchange) -> Head:
 
 def _event(chunk: msgspec.Struct) -> bytes:
     return b"data: %s\n\n" % msgspec.json.encode(chunk)
+
+
+def _error_event(error: Exception) -> bytes:
+    return b"data: %s\n\n" % OPENAI_ERROR(problem_of(error))[0]
 
 
 def _summed(usages: Sequence[TextUsage], choices: int) -> UsageView:

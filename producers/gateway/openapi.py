@@ -14,8 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from penstock.producers.gateway.exchange import Exchange
-from penstock.producers.gateway.problems import PROBLEM_JSON
-from penstock.producers.gateway.routing import Route, problem_json
+from penstock.producers.gateway.routing import Route
 
 __all__ = ["DocumentRoutes", "document"]
 
@@ -28,20 +27,13 @@ _CREDENTIALS: Final = {
 """The ways to send an API key. Without keys, none is needed."""
 _REFERENCE: Final = "#/components/schemas/{name}"
 _ABOUT: Final = "Inference jobs over HTTP. The WebSocket /predict/stream, which OpenAPI cannot describe, is beside them"
-_BODY: Final = "Routes of tensors also take application/msgpack and application/octet-stream"
+_BYTES: Final = {"type": "string", "format": "binary"}
+_TEXT: Final = "text/"
+_NO_CONTENT: Final = 204
 _STYLE: Final = (
     "body{font:15px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
     "code,pre{font:13px monospace;background:#8882}pre{padding:.6em;overflow:auto}summary{cursor:pointer;padding:.3em}"
 )
-
-
-class ProblemView(msgspec.Struct):
-    """How a request failed (RFC 9457). type: a name for programs. detail: what was expected."""
-
-    type: str
-    title: str
-    status: int
-    detail: str
 
 
 class DocumentRoutes:
@@ -52,7 +44,14 @@ class DocumentRoutes:
             Route(
                 "GET", "/openapi.json", self.show_document, "This description, as an OpenAPI document", needs="nothing"
             ),
-            Route("GET", "/docs", self.show_page, "This description, as a page", needs="nothing"),
+            Route(
+                "GET",
+                "/docs",
+                self.show_page,
+                "This description, as a page",
+                needs="nothing",
+                also_gives=(b"text/html",),
+            ),
         ]
         described = document([*others, *self.routes])
         self._document = msgspec.json.encode(described)
@@ -70,7 +69,7 @@ class DocumentRoutes:
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
     """The OpenAPI document of routes, as plain data."""
-    types = [kind for route in routes for kind in (route.takes, route.gives) if kind is not None] + [ProblemView]
+    types = [kind for route in routes for kind in (route.takes, route.gives, route.error.view) if kind is not None]
     schemas, components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
     by_type = dict(zip(types, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
@@ -92,27 +91,41 @@ def _operation(route: Route, schemas: dict[Any, dict[str, Any]]) -> dict[str, An
         "operationId": _identifier(route),
         "parameters": [*map(_word, route.words), *(_parameter(*each) for each in (route.parameters or {}).items())],
         "responses": {
-            **{
-                str(status): _response("The answer", schemas.get(route.gives))
-                for status in (route.status, *route.other_statuses)
-            },
-            "default": _problem_response(route, schemas),
+            **{str(status): _answer(route, status, schemas) for status in (route.status, *route.other_statuses)},
+            "default": _refusal(route, schemas),
         },
     }
     if route.takes is not None:
-        content = {"application/json": {"schema": schemas[route.takes]}}
-        operation["requestBody"] = {"required": True, "content": content, "description": _BODY}
+        content = _content(schemas[route.takes], route.also_takes)
+        operation["requestBody"] = {"required": True, "content": content}
     if route.form is not None:
         operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": route.form}}}
     return operation
 
 
-def _problem_response(route: Route, schemas: dict[Any, dict[str, Any]]) -> dict[str, Any]:
-    """The errors of a route. Those of another protocol have the shape that its clients know."""
-    description = "A problem: its status, and what was expected"
-    if route.write_problem is not problem_json:
-        return {"description": description}
-    return {"description": description, "content": {PROBLEM_JSON.decode(): {"schema": schemas[ProblemView]}}}
+def _answer(route: Route, status: int, schemas: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    if status == _NO_CONTENT:
+        return {"description": "There is no answer any more"}
+    if route.gives is None and route.also_gives:
+        return {"description": "The answer", "content": _content(None, route.also_gives)}
+    return {"description": "The answer", "content": _content(schemas.get(route.gives, {}), route.also_gives)}
+
+
+def _refusal(route: Route, schemas: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+    """The errors of a route, in the shape that the clients of its protocol know."""
+    content = {route.error.media_type.decode(): {"schema": schemas[route.error.view]}}
+    return {"description": "Refused: its reason, and what was expected", "content": content}
+
+
+def _content(schema: dict[str, Any] | None, others: Sequence[bytes]) -> dict[str, Any]:
+    """The content types of a body. schema: of JSON; None: JSON is none of them.
+
+    MessagePack is described as bytes: generated clients take a second use of the type of JSON for JSON.
+    """
+    found: dict[str, Any] = {} if schema is None else {"application/json": {"schema": schema}}
+    for kind in map(bytes.decode, others):
+        found[kind] = {"schema": {"type": "string"} if kind.startswith(_TEXT) else _BYTES}
+    return found
 
 
 def _identifier(route: Route) -> str:
@@ -127,12 +140,6 @@ def _word(name: str) -> dict[str, Any]:
 def _parameter(name: str, description: str) -> dict[str, Any]:
     place = "header" if name[0].isupper() else "query"
     return {"name": name, "in": place, "description": description, "schema": {"type": "string"}}
-
-
-def _response(description: str, schema: dict[str, Any] | None) -> dict[str, Any]:
-    if schema is None:
-        return {"description": description}
-    return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
 def _page(described: dict[str, Any]) -> str:

@@ -17,9 +17,10 @@ import msgspec
 from penstock.producers.gateway.batches.batch_run import LineJob
 from penstock.producers.gateway.exchange import JSON, Exchange
 from penstock.producers.gateway.flat_rows import flat_rows, named_model, only_input
-from penstock.producers.gateway.request_headers import idempotency_key, wanted_type
+from penstock.producers.gateway.request_headers import HEAD_HEADER, KEY_HEADER, idempotency_key, wanted_type
 from penstock.producers.gateway.routing import Route
 from penstock.producers.gateway.tensors import (
+    TENSOR_TYPES,
     Document,
     decoded,
     fields_of,
@@ -93,10 +94,17 @@ class PredictRoutes:
         """The routes, for the table of the application."""
         of_model = (self.predict, "Run a model and wait for its outputs", PredictFields, Prediction)
         flat = (self.predict_flat, "Run a model on plain numbers", FlatFields, FlatPrediction)
-        which = {"model": "the name of the model; not needed while one is served"}
+        which = {"model": "the name of the model; not needed while one is served", **KEY_HEADER}
         return [
-            Route("POST", "/v1/models/{name}:predict", *of_model),
-            Route("POST", "/v1/models/{name}/versions/{version}:predict", *of_model),
+            *(
+                Route(
+                    *("POST", path, *of_model),
+                    parameters={**KEY_HEADER, **HEAD_HEADER},
+                    also_takes=TENSOR_TYPES,
+                    also_gives=TENSOR_TYPES,
+                )
+                for path in ("/v1/models/{name}:predict", "/v1/models/{name}/versions/{version}:predict")
+            ),
             Route("POST", "/predict", *flat, parameters=which),
             Route("POST", "/predict/batch", *flat, parameters=which),
         ]
@@ -141,7 +149,7 @@ class PredictRoutes:
     async def predict_flat(self, exchange: Exchange) -> None:
         """POST /predict."""
         begun = asyncio.get_running_loop().time()
-        fields = decoded(await exchange.body(), FlatFields)
+        fields = decoded(await exchange.json_body(), FlatFields)
         model = await named_model(self._client, exchange.query().get("model"))
         spec = await self._client.spec_of(model, fields.model_version)
         if (fields.inputs is None) == (fields.batch is None):

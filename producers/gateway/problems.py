@@ -15,8 +15,9 @@ import msgspec
 
 from penstock.producers.gateway.batches.block_file import FileDamaged
 from penstock.producers.gateway.batches.file_store import NotFound, StoreFull
-from penstock.producers.gateway.exchange import RequestRefused
+from penstock.producers.gateway.exchange import CallerRevoked, RequestRefused
 from penstock.producers.gateway.limits import headers_of
+from penstock.producers.gateway.revocations import REVOKED
 from penstock.registry.errors import (
     BadApiKey,
     BrokerUnavailable,
@@ -103,6 +104,7 @@ _BY_KIND: Final[tuple[tuple[type[Exception], int, str, str], ...]] = (
     (IdempotencyConflict, 422, "idempotency-conflict", ""),
     (QueueFull, 503, "queue-full", ""),
     (BadApiKey, 401, "unauthorized", ""),
+    (CallerRevoked, 401, "unauthorized", REVOKED),
     (NotPermitted, 403, "forbidden", ""),
     (RateLimited, 429, "rate-limited", ""),
     # These two are about the keys of this process, and no matter of the caller.
@@ -149,7 +151,7 @@ def as_problem_json(problem: Problem) -> bytes:
 
 
 def _headers(error: Exception, status: int) -> tuple[tuple[bytes, bytes], ...]:
-    if isinstance(error, BadApiKey):
+    if status == 401:
         return ((b"www-authenticate", b'Bearer realm="penstock"'),)
     if isinstance(error, RateLimited):
         return (_retry_after(error.retry_after_s), *headers_of(error.readings))

@@ -12,9 +12,23 @@ from penstock.producers.gateway.exchange import JSON, Exchange, RequestRefused
 from penstock.producers.gateway.tensors import BINARY, MSGPACK
 from penstock.registry.errors import InvalidInput
 
-__all__ = ["LONGEST_WAIT_S", "checked_key", "idempotency_key", "preferred_wait_s", "query_wait_s", "wanted_type"]
+__all__ = [
+    "HEAD_HEADER",
+    "KEY_HEADER",
+    "LONGEST_WAIT_S",
+    "check_grammar",
+    "checked_key",
+    "idempotency_key",
+    "preferred_wait_s",
+    "query_wait_s",
+    "refuse_key",
+    "wanted_type",
+]
 
 LONGEST_WAIT_S: Final = 300
+KEY_HEADER: Final = {"Idempotency-Key": "a second request with this key and the same body gets the first one's job"}
+HEAD_HEADER: Final = {"Inference-Header-Content-Length": "the bytes of the JSON before those of the tensors"}
+"""What routes say of these headers in the OpenAPI document."""
 _KEY: Final = re.compile(r'"([\x20\x21\x23-\x5b\x5d-\x7e]{1,255})"|([\x21\x23-\x2b\x2d-\x7e]{1,255})')
 """A string of RFC 8941, or bare: visible ASCII without quotes and commas."""
 _PREFERENCE: Final = re.compile(r'\s*([!#$%&\'*+.^_`|~\w-]+)\s*(?:=\s*("[^"]*"|[^\s",;]*)\s*)?(?:;[^,]*)?')
@@ -26,6 +40,20 @@ def idempotency_key(exchange: Exchange) -> str | None:
     if b"idempotency-key" not in exchange.headers:
         return None
     return checked_key(exchange.header(b"idempotency-key"))
+
+
+def refuse_key(exchange: Exchange, reason: str) -> None:
+    """Raises RequestRefused for a key that the route cannot honour: a client would take its retry for safe."""
+    if b"idempotency-key" in exchange.headers:
+        raise RequestRefused(400, f"Found Idempotency-Key. Expected none: {reason}")
+
+
+def check_grammar(exchange: Exchange) -> None:
+    """Raises RequestRefused for headers out of grammar, whether the route has a use for them or not."""
+    if b"idempotency-key" in exchange.headers:
+        idempotency_key(exchange)
+    if b"prefer" in exchange.headers:
+        preferred_wait_s(exchange)
 
 
 def checked_key(text: str) -> str:

@@ -11,30 +11,51 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
+import msgspec
+
 from penstock.producers.gateway.callers import Needs
-from penstock.producers.gateway.exchange import Exchange, RequestRefused
+from penstock.producers.gateway.exchange import JSON, Exchange, RequestRefused
 from penstock.producers.gateway.problems import PROBLEM_JSON, Problem, as_problem_json
 
-__all__ = ["Handler", "Method", "Route", "Routes", "WriteProblem", "path_pattern", "problem_json"]
+__all__ = ["PROBLEM", "ErrorShape", "Handler", "Method", "Route", "Routes", "path_pattern"]
 
 Handler: TypeAlias = Callable[[Exchange], Awaitable[None]]
-WriteProblem: TypeAlias = Callable[[Problem], tuple[bytes, bytes]]
-"""The body of an error and its type, as the clients of a protocol expect them."""
 Method = Literal["GET", "POST", "DELETE"]
 _WORD: Final = re.compile(r"\{(\w+)\}")
 
 
-def problem_json(problem: Problem) -> tuple[bytes, bytes]:
-    """An error of our own routes."""
-    return as_problem_json(problem), PROBLEM_JSON
+@dataclass(frozen=True, slots=True)
+class ErrorShape:
+    """How the clients of a protocol expect an error. view: the type of its body, for the OpenAPI document."""
+
+    write: Callable[[Problem], bytes]
+    view: Any
+    media_type: bytes = JSON
+
+    def __call__(self, problem: Problem) -> tuple[bytes, bytes]:
+        """(body, content type) of an error."""
+        return self.write(problem), self.media_type
+
+
+class ProblemView(msgspec.Struct):
+    """How a request failed (RFC 9457). type: a name for programs. detail: what was expected."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+
+
+PROBLEM: Final = ErrorShape(as_problem_json, ProblemView, PROBLEM_JSON)
+"""An error of our own routes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
     """One route. summary, takes, gives: what the OpenAPI document says of it; types are msgspec's.
 
-    write_problem: the shape of its errors. needs: what its caller must be allowed; None: to look for GET, else to
-    submit.
+    also_takes, also_gives: content types of the body and of the answer beside JSON. error: the shape of its errors.
+    needs: what its caller must be allowed; None: to look for GET, else to submit.
     """
 
     method: Method
@@ -46,7 +67,10 @@ class Route:
     status: int = 200
     parameters: Mapping[str, str] | None = None
     """Query parameters and headers, each with its description. A header's name begins with a capital letter."""
-    write_problem: WriteProblem = problem_json
+    error: ErrorShape = PROBLEM
+    also_takes: tuple[bytes, ...] = ()
+    also_gives: tuple[bytes, ...] = ()
+    """Where there is no type in `gives`, all content types of the answer."""
     other_statuses: tuple[int, ...] = ()
     """Further statuses whose answer has the type of `gives`."""
     needs: Needs | None = None
@@ -81,6 +105,12 @@ class Routes:
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self.all = tuple(routes)
+        self._errors: dict[str, ErrorShape] = {}
+        """By the first word of a path, the errors of its routes, if all are alike."""
+        for route in routes:
+            word = _first_word(route.path)
+            is_alike = self._errors.setdefault(word, route.error) is route.error
+            self._errors[word] = route.error if is_alike else PROBLEM
         self._fixed: dict[str, dict[str, Route]] = {}
         self._open: dict[str, list[tuple[re.Pattern[str], dict[str, Route]]]] = {}
         by_path: dict[str, dict[str, Route]] = {}
@@ -105,6 +135,10 @@ class Routes:
             )
         return route, words
 
+    def error_of(self, path: str) -> ErrorShape:
+        """The shape of an error of a path without a route, as the clients of its protocol expect it."""
+        return self._errors.get(_first_word(path), PROBLEM)
+
     def _methods(self, path: str) -> tuple[Mapping[str, Route], Mapping[str, str]]:
         if (fixed := self._fixed.get(path)) is not None:
             return fixed, {}
@@ -112,3 +146,7 @@ class Routes:
             if (found := pattern.match(path)) is not None:
                 return methods, found.groupdict()
         raise RequestRefused(404, "There is no such path. Expected one of the OpenAPI document at /openapi.json")
+
+
+def _first_word(path: str) -> str:
+    return path.split("/", 2)[1] if "/" in path else ""

@@ -30,6 +30,7 @@ __all__ = [
     "BINARY",
     "HEAD_LENGTH",
     "MSGPACK",
+    "TENSOR_TYPES",
     "Document",
     "decode_json",
     "decoded",
@@ -50,6 +51,8 @@ MSGPACK: Final = b"application/msgpack"
 BINARY: Final = b"application/octet-stream"
 HEAD_LENGTH: Final = b"inference-header-content-length"
 """The header of the Open Inference Protocol, with the same meaning."""
+TENSOR_TYPES: Final = (MSGPACK, BINARY)
+"""The content types beside JSON."""
 _MOST_DIMS: Final = 8
 _NAMES: Final = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 _BRACKET: Final = ord("[")

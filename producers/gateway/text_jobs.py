@@ -156,12 +156,13 @@ class TextJobs:
     ) -> AsyncIterator[AsyncGenerator[Delta | None, None]]:
         """Inside of the block the jobs run. Gives their deltas as they come, and None after each silence.
 
-        Raises StreamsStopped when the server stops, and the error of a job that fails.
+        Raises QueueFull without a place, StreamsStopped when the server stops, and the error of a job that fails.
         """
-        async with self._begun(request, exchange) as handles:
-            with self._streams.opened(), exchange.watch():
-                async with aclosing(self._merged(handles)) as merged:
-                    yield merged
+        with self._streams.place():
+            async with self._begun(request, exchange) as handles:
+                with self._streams.opened(), exchange.watch():
+                    async with aclosing(self._merged(handles)) as merged:
+                        yield merged
 
     @asynccontextmanager
     async def _begun(self, request: TextRequest, exchange: Exchange) -> AsyncIterator[list[AsyncJobHandle]]:

@@ -4,7 +4,8 @@
     the client closes, or reads too slowly     -> jobs without an idempotency key are cancelled
     the gateway stops -> streams end, other requests are answered -> close 1012; clients come back with job and after
 
-Close codes: 1000 Timeout without traffic, 1008 too many messages, 1009 too long, 1011 a mistake of the gateway, 1012.
+Close codes: 1000 Timeout without traffic, 1008 too many messages or the end of the API key, 1009 too long, 1011 a
+mistake of the gateway, 1012, 1013 too many streams.
 A connection has a bounded number of open requests, and waits with its next message until its client takes the last one.
 """
 
@@ -17,15 +18,17 @@ from contextlib import AbstractContextManager, aclosing, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
-from urllib.parse import urlsplit
 
 from penstock.producers.async_client import AsyncJobHandle
+from penstock.producers.gateway.event_stream import StreamPlaces
 from penstock.producers.gateway.exchange import JSON, ClientGone, Exchange, Limits, Receive, RequestRefused, Scope, Send
 from penstock.producers.gateway.figures import GatewayFigures
 from penstock.producers.gateway.flat_rows import flat_rows, named_model, only_input
 from penstock.producers.gateway.problems import PROBLEM_JSON, as_problem_json, problem_of
+from penstock.producers.gateway.revocations import REVOKED
 from penstock.producers.gateway.tensors import Document, read_inputs, write_outputs
 from penstock.producers.gateway.waiting import JobRequest, Jobs
+from penstock.producers.gateway.web_pages import WebPages
 from penstock.producers.gateway.websocket_messages import (
     Ask,
     Cancel,
@@ -62,6 +65,8 @@ class End(NamedTuple):
 _IDLE: Final = End(1000, "Timeout")
 _TOO_SLOW: Final = End(1008, "Too slow")
 """The connection is given up without a message, since its client takes none."""
+_REVOKED: Final = End(1008, REVOKED)
+_FULL: Final = 1013
 _FAILED: Final = End(1011, "The gateway failed")
 _STOPPING: Final = End(1012, f"The gateway stops. Expected a new connection in {_RETRY_S} s")
 
@@ -69,19 +74,25 @@ _STOPPING: Final = End(1012, f"The gateway stops. Expected a new connection in {
 class WebSockets:
     """The connections of one process. enter: admits the present task for the caller of a handshake, or raises."""
 
-    def __init__(self, jobs: Jobs, limits: Limits, server: ServerConfig, figures: GatewayFigures, enter: Enter) -> None:
+    def __init__(
+        self,
+        jobs: Jobs,
+        limits: Limits,
+        server: ServerConfig,
+        figures: GatewayFigures,
+        pages: WebPages,
+        places: StreamPlaces,
+        enter: Enter,
+    ) -> None:
         self._enter = enter
+        self._pages = pages
+        self._places = places
         self._jobs = jobs
         self._limits = limits
         self._server = server
         self._figures = figures
         self._open: set[_Connection] = set()
         self._is_stopping = False
-
-    @property
-    def count(self) -> int:
-        """The open connections."""
-        return len(self._open)
 
     def stop(self) -> None:
         """Ends all connections, and refuses each new one."""
@@ -101,13 +112,25 @@ class WebSockets:
         except Exception as error:
             await _refuse(error, scope, send)
             return
-        await send({"type": "websocket.accept"})
+        try:
+            with self._places.place():
+                await send({"type": "websocket.accept"})
+                await self._run(handshake, model, receive, send)
+        except QueueFull as full:
+            # Pages of a browser see no status of a refused handshake, but the code of a close.
+            await send({"type": "websocket.accept"})
+            await send({"type": "websocket.close", "code": _FULL, "reason": str(full)})
+
+    async def _run(self, handshake: Exchange, model: str | None, receive: Receive, send: Send) -> None:
+        """An accepted connection, to its end."""
         enter = partial(self._enter, handshake)
         connection = _Connection(receive, send, self._jobs, model, self._limits, self._server, self._figures, enter)
         self._open.add(connection)
+        end_watch = handshake.entry.on_revoked(lambda: connection.end(_REVOKED))
         try:
             await connection.run()
         finally:
+            end_watch()
             self._open.discard(connection)
 
     def _admit(self, handshake: Exchange) -> str | None:
@@ -116,10 +139,7 @@ class WebSockets:
             raise RequestRefused(404, f"There is no such WebSocket. Expected {_PATH}")
         if self._is_stopping:
             raise ClientUnusable("This process stops")
-        # Any page of a browser may open a WebSocket to any host, the loopback included.
-        origin, allowed = handshake.header(b"origin"), self._server.websocket_origins
-        if origin and not {origin, "*"} & {*allowed} and urlsplit(origin).netloc != handshake.header(b"host"):
-            raise RequestRefused(403, "A page of another origin. Expected one of server.websocket_origins")
+        self._pages.check_origin(handshake, is_websocket=True)
         return handshake.query().get("model")
 
 

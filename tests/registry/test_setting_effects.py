@@ -146,6 +146,7 @@ PROOFS = {
     "server.grpc_port": "producers/gateway/rpc/test_server.py::test_settings_of_the_port",
     "server.workers": f"{GATEWAY}::test_two_processes_share_port_and_figures",
     "server.max_waiting": f"{GATEWAY}::test_more_requests_than_may_wait_are_503",
+    "server.max_streams": "producers/gateway/test_open_streams.py::test_more_streams_than_may_be_open_are_refused",
     "server.client_timeout_s": f"{GATEWAY}::test_slow_and_silent_clients_are_disconnected",
     "server.stop_grace_s": f"{GATEWAY}::test_requests_beyond_the_grace_are_cut_off",
     "batches.path": "producers/gateway/test_openai_files.py::test_another_tenants_files_and_batches_do_not_exist",
@@ -160,7 +161,8 @@ PROOFS = {
     "server.websocket_idle_s": f"{WEBSOCKET}::test_the_limits_of_a_connection",
     "server.websocket_requests": f"{WEBSOCKET}::test_the_limits_of_a_connection",
     "server.websocket_messages_per_s": f"{WEBSOCKET}::test_the_limits_of_a_connection",
-    "server.websocket_origins": f"{WEBSOCKET}::test_the_limits_of_a_connection",
+    "server.allowed_origins": "producers/gateway/test_web_pages.py::test_settings_let_pages_and_names_in",
+    "server.allowed_hosts": "producers/gateway/test_web_pages.py::test_settings_let_pages_and_names_in",
     "uvicorn_access_log": f"{GATEWAY}::test_access_lines_are_written_where_the_setting_says",
     "webhooks.allow": "compose/test_webhooks.py::test_stack_delivers_with_the_secret_of_its_home",
     "webhooks.connect_timeout_s": (

@@ -9,6 +9,7 @@ them on other threads. A file of another tenant does not exist for the caller.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,7 @@ from penstock.producers.gateway.batches.records import ENDED, File, Purpose, Sto
 from penstock.registry.envelope import BodyKeys
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError, PenstockError, Rejected
 
-__all__ = ["FileStore", "NotFound", "StoreFull", "Upload", "new_id"]
+__all__ = ["FileStore", "NotFound", "StoreFull", "Upload", "keyed_id", "new_id"]
 
 Record = TypeVar("Record", File, StoredBatch)
 _LOCK_WAIT_S: Final = 30
@@ -51,6 +52,12 @@ class StoreFull(Rejected):
 def new_id(kind: str) -> str:
     """`file-` or `batch_` with 24 random hex digits."""
     return f"{kind}{secrets.token_hex(12)}"
+
+
+def keyed_id(kind: str, tenant: str, key: str) -> str:
+    """The same id for each request of a tenant with this idempotency key."""
+    digest = hashlib.sha256(b"%d:%s%s" % (len(tenant.encode()), tenant.encode(), key.encode())).hexdigest()
+    return f"{kind}{digest[:24]}"
 
 
 class Upload:
@@ -174,15 +181,17 @@ class FileStore:
                 if path.name not in known and path.stat().st_mtime < self._clock() - _ORPHAN_S:
                     path.unlink()
 
-    def add_batch(self, stored: StoredBatch) -> None:
-        """A new batch. Raises NotFound without its input file."""
+    def add_batch(self, stored: StoredBatch) -> StoredBatch:
+        """A new batch, or the earlier one with its id. Raises NotFound without its input file."""
         batch = stored.batch
         with self._writing() as rows:
             self._file(rows, stored.tenant, batch.input_file_id)
             rows.execute(
-                "INSERT INTO batches (id, tenant, input, is_open, record) VALUES (?, ?, ?, 1, ?)",
+                "INSERT INTO batches (id, tenant, input, is_open, record) VALUES (?, ?, ?, 1, ?) "
+                "ON CONFLICT (id) DO NOTHING",
                 (batch.id, stored.tenant, batch.input_file_id, self._sealed(batch.id, stored)),
             )
+            return self._batch(rows, stored.tenant, batch.id)
 
     def batch(self, tenant: str, batch_id: str) -> StoredBatch:
         """One batch. Raises NotFound."""

@@ -17,6 +17,7 @@ from urllib.parse import unquote
 
 import grpc
 
+from penstock.producers.gateway.callers import NOBODY, Entry
 from penstock.producers.gateway.figures import GatewayFigures
 from penstock.producers.gateway.request_headers import checked_key
 from penstock.producers.gateway.rpc.messages import parsed
@@ -32,12 +33,13 @@ _UNWATCHED: Final = nullcontext()
 
 
 class Call:
-    """One call. about: what its trailing metadata tells about its job, as HTTP's headers do."""
+    """One call. about: what its trailing metadata tells about its job, as HTTP's headers do. entry: of its caller."""
 
-    __slots__ = ("_context", "_metadata", "about")
+    __slots__ = ("_context", "_metadata", "about", "entry")
 
     def __init__(self, context: Any) -> None:
         self.about: list[tuple[bytes, bytes]] = []
+        self.entry = Entry(NOBODY)
         self._context = context
         self._metadata: Mapping[str, Any] | None = None
 

@@ -151,7 +151,7 @@ class OipService:
 
 
 def _job(call: Call, request: Any, key: str | None) -> JobRequest:
-    parameters = parameters_of(request) if request.parameters else {}
+    parameters = parameters_of(request)
     return JobRequest(
         request.model_name,
         read_infer(request),

@@ -107,7 +107,7 @@ class RpcServer:
         header = self._config.address_header
         address = call.metadata(header).rpartition(",")[2].strip()[:64] if header else call.address
         sent = Credentials(call.metadata("authorization"), call.metadata("x-api-key"))
-        await self._access.enter(sent, needs, address, method)
+        call.entry = await self._access.enter(sent, needs, address, method)
 
 
 class _Service(Protocol):

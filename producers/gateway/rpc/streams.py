@@ -104,10 +104,11 @@ class Streams:
         self._readers.add(reader)
         current: _Answers | None = None
         try:
-            while (current := await answers.get()) is not None:
-                async for message in current.messages():
-                    await self.write(context, message.SerializeToString())
-                places.release()
+            with call.entry.until_revoked():
+                while (current := await answers.get()) is not None:
+                    async for message in current.messages():
+                        await self.write(context, message.SerializeToString())
+                    places.release()
         finally:
             self._readers.discard(reader)
             reader.cancel()

@@ -10,7 +10,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from penstock.producers.gateway.oip_tensors import DATATYPES, DTYPES_OF, bytes_of, count_of, from_bytes
+from penstock.producers.gateway.oip_tensors import (
+    DATATYPES,
+    DTYPES_OF,
+    bytes_of,
+    check_parameters,
+    count_of,
+    from_bytes,
+)
 from penstock.producers.gateway.rpc.messages import message
 from penstock.producers.gateway.tensors import dtype_of
 from penstock.registry.errors import InvalidInput, shown
@@ -40,6 +47,8 @@ _WIDE: Final = {
     "fp64_contents": np.float64,
 }
 """The dtypes of those lists."""
+_PARAMETERS: Final = frozenset({"priority", "timeout", "triton_enable_empty_final_response"})
+"""The last one asks for what a stream here always has: the last answer says that it is the last."""
 
 
 def read_infer(request: Any) -> dict[str, Array]:
@@ -83,8 +92,16 @@ def write_infer(request: Any, version: str, outputs: Mapping[str, Array]) -> Any
 
 
 def parameters_of(request: Any) -> dict[str, Any]:
-    """The parameters of a request as plain values; None: one without a value."""
-    return {name: _value(parameter) for name, parameter in request.parameters.items()}
+    """The parameters of a request as plain values; None: one without a value. Raises InvalidInput for unknown ones."""
+    for where, tensors in (("input", request.inputs), ("output", request.outputs)):
+        for each in tensors:
+            if each.parameters:
+                check_parameters(where, dict.fromkeys(each.parameters), frozenset())
+    if not request.parameters:
+        return {}
+    found = {name: _value(parameter) for name, parameter in request.parameters.items()}
+    check_parameters("request", found, _PARAMETERS)
+    return found
 
 
 def _value(parameter: Any) -> Any:

@@ -92,9 +92,9 @@ def start_gateway(stack: GatewayStack, tmp_path: Path) -> Iterator[StartGateway]
         gateway.stop()
 
 
-def write_embedder(root: Path) -> None:
+def write_embedder(root: Path, name: str = "embedder") -> None:
     """A package that takes `text` (batch) and answers `vector` float32 (batch, 4): the first letters as fractions."""
-    file = write_package(root, "embedder", _EMBEDDER) / "model.yaml"
+    file = write_package(root, name, _EMBEDDER) / "model.yaml"
     spec = yaml.safe_load(file.read_text())
     spec["inputs"] = [{"name": "text", "dtype": "string", "shape": ["batch"]}]
     spec["outputs"] = [{"name": "vector", "dtype": "float32", "shape": ["batch", 4]}]

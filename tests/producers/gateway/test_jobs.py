@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
+import msgspec
+import numpy as np
 import pytest
 
 from penstock import Client
@@ -65,6 +68,48 @@ def test_a_job_of_the_gateway_is_a_job_of_python(stack: GatewayStack, http: http
         assert client.job(here).result(60)["y"].tolist() == [TWICE]
         there = client.submit("double", {"x": [ROW]})
         assert http.get(f"/v1/jobs/{there.id}?wait=60").json()["outputs"]["y"]["data"] == [TWICE]
+
+
+@pytest.mark.parametrize("kind", ["application/msgpack", "application/octet-stream"])
+def test_a_job_may_be_binary(http: httpx.Client, kind: str):
+    """POST /v1/jobs in MessagePack, and as bytes behind JSON: 202 in JSON, and outputs in the type of the body."""
+    raw = np.array([ROW], "<f4").tobytes()
+    packed = kind == "application/msgpack"
+    given = {"dtype": "float32", "shape": [1, 4], **({"data": raw} if packed else {"nbytes": len(raw)})}
+    document = {"model": "double", "inputs": {"x": given}, "priority": "high"}
+    headers = {"Content-Type": kind}
+    if packed:
+        body = msgspec.msgpack.encode(document)
+    else:
+        head = json.dumps(document).encode()
+        body, headers["Inference-Header-Content-Length"] = head + raw, str(len(head))
+    accepted = http.post("/v1/jobs", content=body, headers=headers)
+    assert accepted.status_code == 202, accepted.text
+    location = accepted.headers["location"]
+    assert http.get(location, params={"wait": 60}).json()["outputs"]["y"]["data"] == [TWICE]
+    ended = http.post("/v1/jobs", content=body, headers={**headers, "Prefer": "wait=60"})
+    assert (ended.status_code, ended.headers["content-type"]) == (200, kind)
+    if packed:
+        facts = msgspec.msgpack.decode(ended.content)
+        outputs = facts["outputs"]["y"]["data"]
+    else:
+        length = int(ended.headers["inference-header-content-length"])
+        facts, outputs = json.loads(ended.content[:length]), ended.content[length:]
+    assert facts["status"] == "completed"
+    assert np.frombuffer(outputs, "<f4").tolist() == TWICE
+
+
+def test_a_batch_of_jobs_may_be_messagepack(http: httpx.Client):
+    """POST /v1/jobs:batch takes it, too; bytes behind a document are of one job."""
+    raw = np.array([ROW], "<f4").tobytes()
+    inputs = [{"x": {"dtype": "float32", "shape": [1, 4], "data": raw}}] * 2
+    body = msgspec.msgpack.encode({"model": "double", "inputs": inputs})
+    found = http.post("/v1/jobs:batch", content=body, headers={"Content-Type": "application/msgpack"})
+    assert [each["status"] for each in found.json()["jobs"]] == ["accepted"] * 2
+    for each in found.json()["jobs"]:
+        assert http.get(each["location"], params={"wait": 60}).json()["outputs"]["y"]["data"] == [TWICE]
+    refused = http.post("/v1/jobs:batch", content=body, headers={"Content-Type": "application/octet-stream"})
+    assert refused.status_code == 415
 
 
 def test_the_same_key_is_the_same_job(http: httpx.Client):

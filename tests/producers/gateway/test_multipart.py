@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.producers.gateway.exchange import RequestRefused
 from penstock.producers.gateway.multipart import boundary_of, read_form
 from penstock.registry.errors import InvalidInput
 
@@ -70,9 +71,13 @@ def test_broken_forms_are_refused(body: bytes):
 
 
 def test_boundary():
-    """Bare and in quotes; another type is refused."""
+    """Bare and in quotes; a form without one is refused, and another type with 415."""
     assert boundary_of("multipart/form-data; boundary=abc") == b"abc"
     assert boundary_of('multipart/form-data; charset=utf-8; boundary="a b"') == b"a b"
-    for other in ("application/json", "multipart/form-data", 'multipart/form-data; boundary=""'):
+    for other in ("multipart/form-data", 'multipart/form-data; boundary=""'):
         with pytest.raises(InvalidInput, match="Expected"):
             boundary_of(other)
+    for other in ("application/json", "multipart/form-database; boundary=abc", ""):
+        with pytest.raises(RequestRefused, match="Expected multipart/form-data") as refused:
+            boundary_of(other)
+        assert refused.value.status == 415

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -54,6 +55,71 @@ def test_tritons_client_sends_text(stack: GatewayStack):
     vector = client.infer("embedder", [given]).as_numpy("vector")
     assert (vector[0] * 255).round().tolist() == [97, 98, 99, 100]
     client.close()
+
+
+def test_tritons_other_ways_to_infer(stack: GatewayStack):
+    """`async_infer` of the plain client, several at a time, and the client for asyncio."""
+    triton, aio = require_module("tritonclient.http"), require_module("tritonclient.http.aio")
+    address = stack.gateway.url.removeprefix("http://")
+    rows = [np.full((2, 4), number, np.float32) for number in range(4)]
+    with triton.InferenceServerClient(address, concurrency=4) as client:
+        begun = [client.async_infer("double", [_given(triton, each)]) for each in rows]
+        for given, each in zip(rows, begun, strict=True):
+            assert np.array_equal(each.get_result().as_numpy("y"), given * 2)
+        failed = client.async_infer("nothing", [_given(triton, rows[0])])
+        with pytest.raises(triton.InferenceServerException, match="model not found or not loaded"):
+            failed.get_result()
+
+    async def ask() -> list[Any]:
+        async with aio.InferenceServerClient(address) as client:
+            assert await client.is_model_ready("double")
+            found = await asyncio.gather(*(client.infer("double", [_given(aio, each)]) for each in rows))
+            return [each.as_numpy("y") for each in found]
+
+    for given, output in zip(rows, asyncio.run(ask()), strict=True):
+        assert np.array_equal(output, given * 2)
+
+
+def test_parameters_that_are_not_obeyed_are_refused(stack: GatewayStack):
+    """Classification, sequences, shared memory and parameters of one's own: the error names them; there is no job."""
+    triton = require_module("tritonclient.http")
+    given, plain = _given(triton, np.zeros((1, 4), np.float32)), [triton.InferRequestedOutput("y")]
+    shared_input, shared_output = triton.InferInput("x", [1, 4], "FP32"), triton.InferRequestedOutput("y")
+    shared_input.set_shared_memory("region", 16)
+    shared_output.set_shared_memory("region", 16)
+    with (
+        triton.InferenceServerClient(stack.gateway.url.removeprefix("http://")) as client,
+        stack.server.client() as redis,
+    ):
+        before = set(redis.scan_iter("*:job:*"))
+        for names, inputs, outputs, more in (
+            ("output: classification", [given], [triton.InferRequestedOutput("y", class_count=2)], {}),
+            ("request: sequence_end, sequence_id, sequence_start", [given], plain, {"sequence_id": 5}),
+            ("input: shared_memory_byte_size, shared_memory_region", [shared_input], plain, {}),
+            ("output: shared_memory_byte_size, shared_memory_region", [given], [shared_output], {}),
+            ("request: beam", [given], plain, {"parameters": {"beam": 3}}),
+        ):
+            with pytest.raises(
+                triton.InferenceServerException, match=f"Unknown parameters of the {names}. Expected"
+            ) as e:
+                client.infer("double", inputs, outputs=outputs, **more)
+            assert e.value.status() == "422"
+        assert set(redis.scan_iter("*:job:*")) == before
+
+
+def test_extensions_that_are_not_here_are_404_in_the_protocols_shape(stack: GatewayStack):
+    """Triton's client reads the reason, which says where the routes are listed."""
+    triton = require_module("tritonclient.http")
+    with triton.InferenceServerClient(stack.gateway.url.removeprefix("http://")) as client:
+        for call in (
+            lambda: client.get_inference_statistics("double"),
+            lambda: client.get_model_config("double"),
+            lambda: client.get_trace_settings(),
+            lambda: client.load_model("double"),
+        ):
+            with pytest.raises(triton.InferenceServerException, match=r"no such path\. Expected one of") as missing:
+                call()
+            assert missing.value.status() == "404"
 
 
 @pytest.mark.parametrize("data", [ROW, [ROW], [[1, 2], [3, 4.5]]])
@@ -162,3 +228,10 @@ def test_timeout_bounds_the_wait_in_the_queue(stack: GatewayStack, http: httpx.C
         for each in running:
             each.result(60)
     assert http.post(INFER, json={**request, "parameters": {"timeout": 0}}).status_code == 200
+
+
+def _given(triton: Any, rows: Any) -> Any:
+    """The input `x` of Triton's client."""
+    given = triton.InferInput("x", list(rows.shape), "FP32")
+    given.set_data_from_numpy(rows)
+    return given

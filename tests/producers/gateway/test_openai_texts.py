@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -192,6 +193,23 @@ def test_chat(openai: Any, site: Site):
     assert [each.finish_reason for each in deltas if each.finish_reason] == ["length"]
 
 
+def test_the_asyncio_client_streams(site: Site):
+    """`AsyncOpenAI`: streams at a time, each of which joins to the text of the engine."""
+
+    async def text(client: Any) -> str:
+        wish = {"model": "writer", "messages": MESSAGES, "max_completion_tokens": 24, **GREEDY}
+        chunks = await client.chat.completions.create(**wish, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+    async def ask() -> list[str]:
+        module = require_module("openai")
+        address = f"{site.gateway.url}/v1"
+        async with module.AsyncOpenAI(base_url=address, api_key="none", max_retries=0) as client:
+            return await asyncio.gather(*(text(client) for _ in range(3)))
+
+    assert asyncio.run(ask()) == [site.expected(CHAT_PROMPT)] * 3
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_of_tools(openai: Any, stream: bool):
     """ES-056: the output is parsed; a regular expression makes a model with random weights write a call."""
@@ -217,11 +235,12 @@ def test_calls_of_tools(openai: Any, stream: bool):
     assert call.id.startswith("call_")
 
 
-def test_calls_of_functions(openai: Any):
-    """The older form of the same; its answers go back as messages of the older form."""
+@pytest.mark.parametrize("choice", [{}, {"function_call": "auto"}])
+def test_calls_of_functions(openai: Any, choice: dict[str, str]):
+    """ES-056: the older form of the same; its answers go back as messages of the older form."""
     pattern = CALL.replace("{", r"\{").replace("}", r"\}")
     wish = {"model": "writer", "temperature": 0, "max_tokens": 120, "extra_body": {"regex": pattern}}
-    first = openai.chat.completions.create(**wish, messages=MESSAGES, functions=[TOOL["function"]])
+    first = openai.chat.completions.create(**wish, **choice, messages=MESSAGES, functions=[TOOL["function"]])
     assert first.choices[0].finish_reason == "function_call"
     message = first.choices[0].message
     assert (message.content, message.function_call.name) == (None, "look")

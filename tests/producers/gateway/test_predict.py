@@ -145,12 +145,61 @@ def test_broken_json_is_422(http: httpx.Client, body: bytes, expected: str):
     assert re.search(expected, found.json()["detail"])
 
 
-def test_unknown_model_is_404(http: httpx.Client):
-    """IN-036."""
-    found = http.post("/v1/models/nothing:predict", json={"inputs": {"x": [ROW]}})
+@pytest.mark.parametrize(
+    ("path", "document"),
+    [
+        ("/v1/models/nothing:predict", {"inputs": {"x": [ROW]}}),
+        ("/v1/models/nothing/versions/1:predict", {"inputs": {"x": [ROW]}}),
+        ("/v1/models/double/versions/9:predict", {"inputs": {"x": [ROW]}}),
+        ("/predict?model=nothing", {"inputs": ROW}),
+        ("/v1/jobs", {"model": "nothing", "inputs": {"x": [ROW]}}),
+        ("/v1/jobs:batch", {"model": "nothing", "inputs": [{"x": [ROW]}]}),
+    ],
+)
+def test_unknown_model_is_404(stack: GatewayStack, http: httpx.Client, path: str, document: dict[str, Any]):
+    """IN-036: on every route, for a version, too; nothing is queued, and Redis has no key of that model."""
+    before = _jobs(stack)
+    found = http.post(path, json=document)
     assert found.status_code == 404
     assert found.json()["title"] == "model not found or not loaded"
-    assert "nothing" in found.json()["detail"]
+    assert "nothing" in found.json()["detail"] or "double/9" in found.json()["detail"]
+    assert _jobs(stack) == before
+    with stack.server.client() as redis:
+        assert not [*redis.scan_iter("*nothing*")]
+
+
+def test_latest_is_the_active_version(stack: GatewayStack, http: httpx.Client):
+    """CX-014: `latest` names the version in production wherever a version may be named."""
+    oip = {"inputs": [{"name": "x", "shape": [1, 4], "datatype": "FP32", "data": ROW}]}
+    inputs, wait = {"x": [ROW]}, {"Prefer": "wait=60"}
+    for path, document in (
+        ("/v1/models/double/versions/latest:predict", {"inputs": inputs}),
+        (PREDICT, {"inputs": inputs, "version": "latest"}),
+        ("/predict?model=double", {"inputs": ROW, "model_version": "latest"}),
+        ("/v1/jobs", {"model": "double", "inputs": inputs, "version": "latest"}),
+        ("/v2/models/double/versions/latest/infer", oip),
+    ):
+        found = http.post(path, json=document, headers=wait)
+        assert found.status_code == 200, (path, found.text)
+        assert found.headers["penstock-model-version"] == "1"
+    many = http.post("/v1/jobs:batch", json={"model": "double", "inputs": [inputs], "version": "latest"})
+    location = many.json()["jobs"][0]["location"]
+    assert http.get(location, params={"wait": 60}).headers["penstock-model-version"] == "1"
+    assert http.get("/v2/models/double/versions/latest").json()["versions"] == ["1"]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "null", "true", '"1"'])
+@pytest.mark.parametrize("path", ["/predict", "/predict/batch"])
+def test_numbers_that_are_none_are_422_on_plain_routes(stack: GatewayStack, http: httpx.Client, path: str, number: str):
+    """CX-041: NaN and infinity in each form that JSON parsers know, and what is no number; nothing is queued."""
+    before = _jobs(stack)
+    row = f"[1, 2, 3, {number}]"
+    body = f'{{"batch": [{row}]}}' if path.endswith("batch") else f'{{"inputs": {row}}}'
+    headers = {"Content-Type": "application/json"}
+    found = http.post(f"{path}?model=double", content=body.encode(), headers=headers)
+    assert found.status_code == 422, found.text
+    assert "xpected" in found.json()["detail"]
+    assert _jobs(stack) == before
 
 
 def test_other_content_type_is_415(http: httpx.Client):

@@ -103,6 +103,28 @@ def test_a_model_that_streams_answers_with_each_chunk(stack: GatewayStack):
     assert answers[-1].as_numpy("total").tolist() == [3]
 
 
+def test_parameters_that_are_not_obeyed_are_refused(stack: GatewayStack):
+    """As over REST: the error names them. The one that streams of Triton's client send is obeyed."""
+    triton = require_module("tritonclient.grpc")
+    found: queue.Queue[Any] = queue.Queue()
+    classes, plain = [triton.InferRequestedOutput("y", class_count=2)], [triton.InferRequestedOutput("y")]
+    with triton.InferenceServerClient(stack.gateway.rpc) as client:
+        for names, outputs, more in (
+            ("output: classification", classes, {}),
+            ("request: sequence_end, sequence_id, sequence_start", plain, {"sequence_id": 5}),
+            ("request: beam", plain, {"parameters": {"beam": 3}}),
+        ):
+            with pytest.raises(
+                triton.InferenceServerException, match=f"Unknown parameters of the {names}. Expected"
+            ) as e:
+                client.infer("double", [given(triton)], outputs=outputs, **more)
+            assert "INVALID_ARGUMENT" in e.value.status()
+        client.start_stream(lambda result, error: found.put(result or error))
+        client.async_stream_infer("double", [given(triton)], enable_empty_final_response=True)
+        assert np.array_equal(found.get(timeout=60).as_numpy("y"), ROWS * 2)
+        client.stop_stream()
+
+
 def test_contents_are_answered_with_contents(rpc: Caller):
     """A request without raw bytes: values in the list of the datatype, both ways."""
     answer, trailing = rpc.call(INFER, infer_request())
