@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import AfterValidator, Field, model_validator
 
 from penstock.registry.package.spec_sections import Section
+from penstock.registry.package.text_server import RuntimeKind, further_fields
 from penstock.registry.tensors import Array
 
 __all__ = [
@@ -108,9 +109,6 @@ def _key_variable(name: str) -> str:
 
 
 def _served_field(name: str) -> str:
-    # Most packages name none, and a client reads packages without it.
-    from penstock.registry.package.text_server import further_fields
-
     if name not in (known := further_fields()):
         raise ValueError(f"found {name!r:.80}, expected sampling fields beyond those of OpenAI: {', '.join(known)}")
     return name
@@ -167,11 +165,13 @@ class Generation(Section):
     tool_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
     """The form of calls of tools in a text; null: that which the template shows."""
     runtime_url: ServerUrl | None = None
-    """Another server, with OpenAI's routes, that writes the texts; null: our engine does."""
+    """Another server, of runtime_kind, that writes the texts; null: our engine does."""
     runtime_model: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     """The name of the model at that server; null: that of the package."""
     runtime_key: KeyVariable | None = None
     """The environment variable of the worker with the server's API key; its name ends with _RUNTIME_KEY."""
+    runtime_kind: RuntimeKind = "openai"
+    """Which server it is: it says which sampling fields are obeyed, and by which names they are sent."""
     runtime_fields: Annotated[tuple[ServedField, ...], Field(strict=False, max_length=32)] = ()
     """Sampling fields that the server obeys beyond those of OpenAI, such as top_k and min_p."""
     runtime_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
@@ -204,6 +204,8 @@ class Generation(Section):
         wrong = [name for name in given if _is_remote(name) != (self.runtime_url is not None)]
         if self.runtime_url is None and wrong:
             raise ValueError(f"{wrong[0]}: found without runtime_url, expected both or none")
+        if self.runtime_kind == "tgi" and self.runtime_fields:
+            raise ValueError("runtime_fields: found some beside runtime_kind tgi, expected none: its fields are known")
         if wrong := [name for name in wrong if name not in ("max_model_len", "max_num_seqs")]:
             raise ValueError(f"{wrong[0]}: found beside runtime_url, expected none: the server has its own engine")
         return self

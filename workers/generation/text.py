@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from penstock.workers.generation.stop_strings import first_stop, held_back
+
 __all__ = ["TextStream", "decode"]
 
 _INCOMPLETE: Final = "\ufffd"
@@ -86,7 +88,11 @@ class TextStream:
     def take(self, *, is_last: bool) -> str:
         """The text since the last call. Before the end it leaves out what may become a stop string."""
         self._catch_up()
-        end = len(self._text) if is_last or self.stopped_by is not None else len(self._text) - self._held()
+        end = (
+            len(self._text)
+            if is_last or self.stopped_by is not None
+            else len(self._text) - held_back(self._text, self._stops)
+        )
         delta = self._text[self._delivered : end]
         self._delivered = max(self._delivered, end)
         return delta
@@ -108,19 +114,9 @@ class TextStream:
         self._cut(searched_from)
 
     def _cut(self, start: int) -> None:
-        places = [(place, stop) for stop in self._stops if (place := self._text.find(stop, start)) >= 0]
-        if places:
-            place, self.stopped_by = min(places)
+        if (found := first_stop(self._text, self._stops, start)) is not None:
+            place, self.stopped_by = found
             self._text = self._text[:place]
-
-    def _held(self) -> int:
-        """The length of the longest end of the text that a stop string begins with."""
-        most = min(self._longest - 1, len(self._text))
-        for length in range(most, 0, -1):
-            end = self._text[-length:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0
 
 
 def _without_incomplete(text: str) -> str:
