@@ -94,7 +94,11 @@ class Engine:
         self.pages: Final = PagePool(num_pages, cache.page_size, prefixes)
         self.scheduler: Final = Scheduler(config.scheduler, self.pages)
         self.forwards: Final = Forwards(decoder, num_pages, cache.page_size, page_nbytes, gate)
-        self.forwards.try_graphs(is_wanted=config.cuda_graphs, compiles=config.compile_decoding)
+        self.forwards.try_graphs(
+            is_wanted=config.cuda_graphs,
+            compiles=config.compile_decoding,
+            most_rows=config.scheduler.max_num_seqs,
+        )
         self._requests: dict[str, GenerationRequest] = {}
         self._open: dict[str, GenerationRequest] = {}
         """The first text of each request that has not ended."""
