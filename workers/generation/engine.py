@@ -288,26 +288,26 @@ class Engine:
         return self.scheduler.has_work or bool(self._stepped)
 
     def stats(self) -> EngineStats:
-        """Counts of this engine."""
-        with self._lock:
-            prefixes = self.pages.prefixes
-            return EngineStats(
-                waiting=len(self.scheduler.waiting),
-                running=len(self.scheduler.running),
-                steps=self._counts.steps,
-                rows=self._counts.rows,
-                preemptions=self.scheduler.num_preemptions,
-                prompt_tokens_computed=self._counts.prompt_tokens,
-                tokens_generated=self._counts.generated,
-                pages_used=self.pages.num_used,
-                pages_peak=self._counts.pages_peak,
-                pages_total=self.pages.num_usable,
-                pages_cached=len(prefixes) if prefixes else 0,
-                prefix_tokens_found=prefixes.hits if prefixes else 0,
-                prefix_tokens_queried=prefixes.queries if prefixes else 0,
-                draft_tokens=self._counts.drafts,
-                draft_tokens_accepted=self._counts.drafts_accepted,
-            )
+        """Counts of this engine. It does not wait for a step of another thread, so its numbers may be of two steps."""
+        prefixes = self.pages.prefixes
+        return EngineStats(
+            waiting=len(self.scheduler.waiting),
+            running=len(self.scheduler.running),
+            requests_finished=self._counts.requests_finished,
+            steps=self._counts.steps,
+            rows=self._counts.rows,
+            preemptions=self.scheduler.num_preemptions,
+            prompt_tokens_computed=self._counts.prompt_tokens,
+            tokens_generated=self._counts.generated,
+            pages_used=self.pages.num_used,
+            pages_peak=self._counts.pages_peak,
+            pages_total=self.pages.num_usable,
+            pages_cached=len(prefixes) if prefixes else 0,
+            prefix_tokens_found=prefixes.hits if prefixes else 0,
+            prefix_tokens_queried=prefixes.queries if prefixes else 0,
+            draft_tokens=self._counts.drafts,
+            draft_tokens_accepted=self._counts.drafts_accepted,
+        )
 
     def _probed(self, records: LoadRecords) -> Proof:
         page_size, joined = self.config.cache.page_size, f"{self.joined_linears} joined"
@@ -428,6 +428,7 @@ class Engine:
             self.scheduler.remove(request.sequence)
         first = request.first
         if is_finished(first):
+            self._counts.requests_finished += 1
             del self._open[first.request_id]
             self._timed.pop(first.request_id, None)
 
