@@ -27,6 +27,7 @@ __all__ = [
     "MOST_SEATS",
     "MOST_TOKENS",
     "PROFILES",
+    "PROFILE_SIZES",
     "PROMPT",
     "SAMPLING",
     "TOKEN_IDS",
@@ -58,9 +59,13 @@ _OF_CHATS: Final = ("chat_template", "tool_parser")
 """Fields that each chat takes; the engine has no such options."""
 PROFILES: Final[dict[str, dict[str, Any]]] = {
     "gpu": {"max_model_len": 4096, "max_num_seqs": 32, "page_size": 64, "hbm_utilization": 0.85},
-    "memory_constrained": {"max_model_len": 2048, "max_num_seqs": 8, "page_size": 32, "kv_cache_mb": 64.0},
+    "memory_constrained": {"max_model_len": 2048, "max_num_seqs": 8, "page_size": 32},
 }
 """Values that a package takes together. Its own values come first."""
+PROFILE_SIZES: Final[dict[str, dict[str, dict[str, float]]]] = {
+    "memory_constrained": {"cpu": {"kv_cache_mb": 64.0}, "cuda": {"hbm_utilization": 0.7}},
+}
+"""The sizes of those profiles whose pages the engine's device decides."""
 _SIZES: Final = ("kv_cache_mb", "hbm_utilization")
 """Of the pages; a package has one of both."""
 _INPUTS: Final = (
@@ -217,7 +222,7 @@ class Generation(Section):
 
     def engine_options(self) -> dict[str, Any]:
         """The options by the names of `Engine.from_pretrained`."""
-        own = self.model_dump(exclude={"profile", *_OF_CHATS})
+        own = self.model_dump(exclude=set(_OF_CHATS))
         return {name: value for name, value in own.items() if not _is_remote(name)}
 
 
