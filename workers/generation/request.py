@@ -175,7 +175,7 @@ class GenerationRequest:
         number = end - self.sequence.num_prompt
         is_end = number >= self.params.min_tokens and token in self.rules.ending
         if self.stream is not None and not is_end:
-            self.stream.push([token])
+            self.stream.push([token], may_stop=number > self.params.min_tokens)
         if self.matcher is not None:
             self.matcher.follow(self.token_ids)
         reason: FinishReason | None = None

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 __all__ = ["first_stop", "held_back"]
 
 
-def first_stop(text: str, stops: Sequence[str], start: int = 0) -> tuple[int, str] | None:
-    """(place, stop string) of the first one that begins at `start` or behind it; None: there is none."""
-    return min(((place, stop) for stop in stops if (place := text.find(stop, start)) >= 0), default=None)
+def first_stop(text: str, stops: Sequence[str], start: int = 0, behind: int = 0) -> tuple[int, str] | None:
+    """(place, stop string) of the first one that begins at `start` or later, and ends behind a place; None: there is
+    none."""
+    found = [(text.find(stop, max(start, behind - len(stop) + 1)), stop) for stop in stops]
+    return min((each for each in found if each[0] >= 0), default=None)
 
 
 def held_back(text: str, stops: Sequence[str]) -> int:

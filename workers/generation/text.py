@@ -57,6 +57,9 @@ class TextStream:
         self._is_behind = False
         """Whether tokens were pushed that are not decoded yet."""
         self._delivered = 0
+        self._may_stop = True
+        self._free = 0
+        """So much of the text came before it might stop: no stop string that ends there counts."""
 
     @property
     def text(self) -> str:
@@ -64,11 +67,13 @@ class TextStream:
         self._catch_up()
         return self._text
 
-    def push(self, tokens: Sequence[int]) -> None:
+    def push(self, tokens: Sequence[int], *, may_stop: bool = True) -> None:
         """More tokens. Nothing changes any more once a stop string was found.
 
-        Without stop strings they are decoded when the text is asked for, those of several calls at a time.
+        Without stop strings they are decoded when the text is asked for, those of several calls at a time. may_stop:
+        whether a stop string counts that ends in them.
         """
+        self._may_stop = may_stop
         if self.stopped_by is None:
             self._tokens += tokens
             self._is_behind = True
@@ -114,7 +119,9 @@ class TextStream:
         self._cut(searched_from)
 
     def _cut(self, start: int) -> None:
-        if (found := first_stop(self._text, self._stops, start)) is not None:
+        if not self._may_stop:
+            self._free = len(self._text)
+        elif (found := first_stop(self._text, self._stops, start, self._free)) is not None:
             place, self.stopped_by = found
             self._text = self._text[:place]
 
