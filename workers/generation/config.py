@@ -107,7 +107,7 @@ class Config:
     cuda_graphs: bool = True
     """On a GPU with the kernel, one launch for all kernels of a step in which every row decodes."""
     compile_decoding: bool = False
-    """The model in these graphs is compiled: faster steps, and seconds for the first graphs of an engine."""
+    """The model in these graphs is compiled: faster steps, and a load that takes longer."""
     async_scheduling: Literal["auto", "on", "off"] = "auto"
     """Launch a step of decoding rows before the tokens of the last one are read; auto: on a GPU."""
     joined_linears: Literal["auto", "on", "off"] = "auto"
