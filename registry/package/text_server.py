@@ -12,17 +12,26 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from penstock.registry.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from penstock.registry.package.generation import Generation
     from penstock.registry.sampling_params import SamplingParams
 
-__all__ = ["RuntimeKind", "check_obeyed", "further_fields"]
+__all__ = ["RuntimeKind", "ServerOptions", "check_obeyed", "further_fields"]
 
 RuntimeKind = Literal["openai", "vllm", "tgi"]
+
+
+class ServerOptions(Protocol):
+    """What a package says of its server."""
+
+    @property
+    def runtime_kind(self) -> RuntimeKind: ...
+    @property
+    def runtime_fields(self) -> Collection[str]: ...
+
 
 _OPENAI: Final = (
     *("max_tokens", "n", "temperature", "top_p", "seed", "stop"),
@@ -56,7 +65,12 @@ def further_fields() -> list[str]:
 
 
 def check_obeyed(
-    params: SamplingParams, options: Generation, *, is_chat: bool, has_tools: bool = False, has_token_ids: bool = False
+    params: SamplingParams,
+    options: ServerOptions,
+    *,
+    is_chat: bool,
+    has_tools: bool = False,
+    has_token_ids: bool = False,
 ) -> None:
     """Raises InvalidInput for a field that has another value than its default and that the server does not obey.
 

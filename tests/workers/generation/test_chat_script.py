@@ -77,22 +77,12 @@ def test_seed_and_temperature_are_those_of_the_options(folder: Path):
     assert done.stdout == f"Bot:{expected}\n\n"
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (("--max-tokens", "0"), r"max_tokens: found 0, expected an integer of at least 1\n"),
-        (
-            ("--max-tokens", "5000"),
-            r"Found a prompt of at least 1 tokens? and max_tokens 5000, expected at most 256 together",
-        ),
-    ],
-)
-def test_what_cannot_be_is_one_line(folder: Path, options: tuple[str, ...], expected: str):
+def test_what_cannot_be_is_one_line(folder: Path):
     """And no trace."""
-    done = talk(folder, "the stream\n", *options)
+    done = talk(folder, "the stream\n", "--max-tokens", "5000")
     assert done.returncode == 2
-    assert re.search(expected, done.stderr)
-    assert done.stderr.count("\n") == 1
+    expected = r"Found a prompt of at least 1 tokens and max_tokens 5000, expected at most 256 together .*\n"
+    assert re.fullmatch(expected, done.stderr)
 
 
 def test_folder_without_a_model_is_one_line(tmp_path: Path):

@@ -19,7 +19,7 @@ TEXT = ("one", " two", " thr", "ee.", " four")
 FORM = '{"a": 1}'
 """The text of any form."""
 _NUMBER = (int, float)
-_VLLM = {
+_VLLM: dict[str, Any] = {
     "model": str,
     "prompt": (str, list),
     "messages": list,
@@ -43,8 +43,8 @@ _VLLM = {
     "allowed_token_ids": list,
     "logit_bias": dict,
 }
-_VLLM_FORMS = {"json": (str, dict), "regex": str, "choice": list, "grammar": str}
-_TGI = {
+_VLLM_FORMS: dict[str, Any] = {"json": (str, dict), "regex": str, "choice": list, "grammar": str}
+_TGI: dict[str, Any] = {
     "temperature": _NUMBER,
     "repetition_penalty": _NUMBER,
     "frequency_penalty": _NUMBER,
@@ -57,7 +57,7 @@ _TGI = {
     "seed": int,
     "grammar": dict,
 }
-_TGI_CHAT = {
+_TGI_CHAT: dict[str, Any] = {
     "model": str,
     "messages": list,
     "tools": list,
