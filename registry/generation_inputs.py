@@ -143,7 +143,8 @@ def _check_fits(spec: ModelSpec, inputs: Mapping[str, Any]) -> None:
     if params.prompt_logprobs is not None:
         raise InvalidInput(f"prompt_logprobs: found {params.prompt_logprobs}, expected none: a job has no such output")
     if spec.generate is not None and spec.generate.runtime_url is not None:
-        check_obeyed(params, spec.generate.runtime_fields, is_chat=MESSAGES in inputs)
+        is_chat, has_tools, has_token_ids = (name in inputs for name in (MESSAGES, TOOLS, TOKEN_IDS))
+        check_obeyed(params, spec.generate, is_chat=is_chat, has_tools=has_tools, has_token_ids=has_token_ids)
     most = params.max_tokens
     limit = spec.generate.max_model_len if spec.generate is not None else None
     if limit is None:

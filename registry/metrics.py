@@ -35,6 +35,9 @@ __all__ = [
     "DRAFT_TOKENS",
     "DRIFT",
     "DRIFT_ALERTS",
+    "ENGINE_DEVICE_MEMORY",
+    "ENGINE_FINISHED",
+    "ENGINE_METRICS",
     "EXCEPTIONS",
     "FALLBACKS",
     "FENCED",
@@ -449,3 +452,12 @@ GATEWAY_METRICS: Final = (
     *(API_KEY_REQUESTS, API_KEY_JOBS, API_KEY_TOKENS),
 )
 """The metrics of the gateway, which are of no model."""
+
+ENGINE_FINISHED: Final = Metric(
+    "penstock_generation_finished_total", "counter", "requests", _MODEL, "Requests of an engine that have ended"
+)
+ENGINE_DEVICE_MEMORY: Final = Metric(
+    "penstock_generation_device_memory_bytes", "gauge", "bytes", _MODEL, "Memory of GPUs that the engine's process took"
+)
+ENGINE_METRICS: Final = (ENGINE_FINISHED, ENGINE_DEVICE_MEMORY)
+"""The metrics of an engine without a worker, beside those of generation: see workers/generation/monitoring.py."""

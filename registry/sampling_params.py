@@ -56,7 +56,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """The model's own end does not end the text."""
     min_tokens: int = 0
-    """So many tokens are generated before a token may end the text."""
+    """So many tokens are generated before a token or a stop string may end the text."""
     logprobs: int | None = None
     """The log probabilities of so many most probable tokens, and of the chosen one, at each position."""
     prompt_logprobs: int | None = None

@@ -26,6 +26,7 @@ from penstock.workers.cache import AnswerCache
 from penstock.workers.generation.predicted_wait import predicted_wait_s, queue_share
 from penstock.workers.leases import LeasedJobs
 from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.observe.process_memory import device_bytes, host_bytes
 from penstock.workers.shadow.mirror import Mirror
 from penstock.workers.telemetry import BatchTelemetry
 from penstock.workers.versions.arm_counts import ArmCounts
@@ -198,6 +199,8 @@ class StatusReporter:
             "ready": is_ready,
             "in_memory": len(self._leased),
             "in_memory_bytes": self._leased.nbytes,
+            "process_bytes": host_bytes(),
+            "device_bytes": device_bytes(),
             "batches": self._telemetry.batches,
             "probe": self._identity.probe_url,
             "host": self._host,

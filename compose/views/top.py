@@ -40,7 +40,7 @@ _RETRY_S: Final = 2.0
 _MODELS: Final = ("model", "jobs/s", "wait", "run", "oldest", "rows", *_PARTS)
 _QUEUES: Final = ("queue", "priority", "wait", "run", "oldest")
 _ENGINES: Final = ("engine", "tokens/s", "wait", "run", "rows", "step ms", "pages", "prefix", "wait s", "worker")
-_WORKERS: Final = ("worker", "device", "state", "jobs/s", "rows", "memory", "MB", "models")
+_WORKERS: Final = ("worker", "device", "state", "jobs/s", "rows", "held", "MB", "memory", "cached", "models")
 _NAMED: Final = 3
 """At most so many models of a worker are named; `penstock workers` names all."""
 _LINES_AROUND: Final = 8
@@ -178,9 +178,16 @@ def _worker(report: Mapping[str, Any], before: Snapshot, after: Snapshot, span_s
         "models": report["models"],
         "in_memory": report.get("in_memory", 0),
         "in_memory_bytes": report.get("in_memory_bytes", 0),
+        "process_bytes": report.get("process_bytes"),
+        "device_bytes": report.get("device_bytes"),
         "jobs_per_s": None if sums is None else round((sums["jobs"] + sums["cached"]) / span_s, 1),
         "rows_per_batch": _ratio(sums, "rows", "batches", 1),
+        "cached": None if sums is None else _share(sums["cached"], sums["jobs"]),
     }
+
+
+def _share(found: float, others: float) -> float | None:
+    return round(found / (found + others), 3) if found + others > 0 else None
 
 
 def _added(
@@ -241,7 +248,9 @@ def draw(state: Mapping[str, Any], lines: int | None = None) -> RenderableType:
     rooms = sizes if lines is None else _rooms(sizes, lines - around)
     folds = lines is None
     shown_engines = _rows(_ENGINES, engines, rooms[3], _engine_row, folds=folds)
-    legend = "rows: mean of a batch; queue, batch, compute, commit: mean ms; -: no worker reports it"
+    legend = (
+        "rows: mean of a batch; queue, batch, compute, commit: mean ms; memory: MB of process + GPUs; -: not reported"
+    )
     return Group(
         _rows(_MODELS, models, rooms[0], _model_row, folds=folds) or Text("No model is registered."),
         Text(legend, style="dim", no_wrap=not folds, overflow="ellipsis"),
@@ -332,12 +341,18 @@ def _worker_row(worker: Mapping[str, Any]) -> tuple[str | Text, ...]:
         _number(worker["rows_per_batch"]),
         f"{worker['in_memory']:,}",
         f"{worker['in_memory_bytes'] / 1e6:,.1f}",
+        _megabytes(worker["process_bytes"], worker["device_bytes"]),
+        _percent(worker["cached"]),
         Text(", ".join(served[:_NAMED]) + further),
     )
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.1f}"
+
+
+def _megabytes(*sizes: float | None) -> str:
+    return "+".join(f"{size / 1e6:,.0f}" for size in sizes if size is not None) or "-"
 
 
 def _percent(share: float | None) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import AfterValidator, Field, model_validator
 
 from penstock.registry.package.spec_sections import Section
+from penstock.registry.package.text_server import RuntimeKind, further_fields
 from penstock.registry.tensors import Array
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "MOST_SEATS",
     "MOST_TOKENS",
     "PROFILES",
+    "PROFILE_SIZES",
     "PROMPT",
     "SAMPLING",
     "TOKEN_IDS",
@@ -57,9 +59,13 @@ _OF_CHATS: Final = ("chat_template", "tool_parser")
 """Fields that each chat takes; the engine has no such options."""
 PROFILES: Final[dict[str, dict[str, Any]]] = {
     "gpu": {"max_model_len": 4096, "max_num_seqs": 32, "page_size": 64, "hbm_utilization": 0.85},
-    "memory_constrained": {"max_model_len": 2048, "max_num_seqs": 8, "page_size": 32, "kv_cache_mb": 64.0},
+    "memory_constrained": {"max_model_len": 2048, "max_num_seqs": 8, "page_size": 32},
 }
 """Values that a package takes together. Its own values come first."""
+PROFILE_SIZES: Final[dict[str, dict[str, dict[str, float]]]] = {
+    "memory_constrained": {"cpu": {"kv_cache_mb": 64.0}, "cuda": {"hbm_utilization": 0.7}},
+}
+"""The sizes of those profiles whose pages the engine's device decides."""
 _SIZES: Final = ("kv_cache_mb", "hbm_utilization")
 """Of the pages; a package has one of both."""
 _INPUTS: Final = (
@@ -108,9 +114,6 @@ def _key_variable(name: str) -> str:
 
 
 def _served_field(name: str) -> str:
-    # Most packages name none, and a client reads packages without it.
-    from penstock.registry.package.text_server import further_fields
-
     if name not in (known := further_fields()):
         raise ValueError(f"found {name!r:.80}, expected sampling fields beyond those of OpenAI: {', '.join(known)}")
     return name
@@ -159,7 +162,7 @@ class Generation(Section):
     cuda_graphs: bool = True
     """On a GPU with the kernel, one launch for all kernels of a step in which every row decodes."""
     compile_decoding: bool = False
-    """The model in these graphs is compiled: faster steps, and seconds for the first graphs of an engine."""
+    """The model in these graphs is compiled: faster steps, and a load that takes longer."""
     async_scheduling: Literal["auto", "on", "off"] = "auto"
     """Launch a step of decoding rows before the tokens of the last one are read; auto: on a GPU."""
     chat_template: Annotated[str | None, Field(min_length=1, max_length=_LONGEST_TEMPLATE)] = None
@@ -167,11 +170,13 @@ class Generation(Section):
     tool_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
     """The form of calls of tools in a text; null: that which the template shows."""
     runtime_url: ServerUrl | None = None
-    """Another server, with OpenAI's routes, that writes the texts; null: our engine does."""
+    """Another server, of runtime_kind, that writes the texts; null: our engine does."""
     runtime_model: Annotated[str | None, Field(min_length=1, max_length=256)] = None
     """The name of the model at that server; null: that of the package."""
     runtime_key: KeyVariable | None = None
     """The environment variable of the worker with the server's API key; its name ends with _RUNTIME_KEY."""
+    runtime_kind: RuntimeKind = "openai"
+    """Which server it is: it says which sampling fields are obeyed, and by which names they are sent."""
     runtime_fields: Annotated[tuple[ServedField, ...], Field(strict=False, max_length=32)] = ()
     """Sampling fields that the server obeys beyond those of OpenAI, such as top_k and min_p."""
     runtime_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 60.0
@@ -204,6 +209,8 @@ class Generation(Section):
         wrong = [name for name in given if _is_remote(name) != (self.runtime_url is not None)]
         if self.runtime_url is None and wrong:
             raise ValueError(f"{wrong[0]}: found without runtime_url, expected both or none")
+        if self.runtime_kind == "tgi" and self.runtime_fields:
+            raise ValueError("runtime_fields: found some beside runtime_kind tgi, expected none: its fields are known")
         if wrong := [name for name in wrong if name not in ("max_model_len", "max_num_seqs")]:
             raise ValueError(f"{wrong[0]}: found beside runtime_url, expected none: the server has its own engine")
         return self
@@ -215,7 +222,7 @@ class Generation(Section):
 
     def engine_options(self) -> dict[str, Any]:
         """The options by the names of `Engine.from_pretrained`."""
-        own = self.model_dump(exclude={"profile", *_OF_CHATS})
+        own = self.model_dump(exclude=set(_OF_CHATS))
         return {name: value for name, value in own.items() if not _is_remote(name)}
 
 

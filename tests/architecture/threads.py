@@ -22,6 +22,8 @@ _NAMED_BY_CALLERS = {"levels/shared_breakers.py"}
 """Their classes start a thread whose name is an argument, which is read at each call."""
 _CHILD_PROCESSES = {"compilation/build.py", "runtime/exporter.py", "runtime/instance.py", "shadow/candidate.py"}
 """Programs that a worker starts as processes of their own, and a part of the shadow worker, which is another one."""
+_WITHOUT_WORKERS = {"generation/monitoring.py"}
+"""Of an engine that a program runs without a worker."""
 
 
 def started_threads() -> set[tuple[str, str]]:
@@ -31,7 +33,7 @@ def started_threads() -> set[tuple[str, str]]:
     return {
         (name, module)
         for module, source in modules.items()
-        if module not in _CHILD_PROCESSES | _NAMED_BY_CALLERS
+        if module not in _CHILD_PROCESSES | _NAMED_BY_CALLERS | _WITHOUT_WORKERS
         for name in _thread_names(nodes(source))
     }
 

@@ -17,6 +17,7 @@ page_tables       pages that a group of rows reads; pure
 batch             a step's plan -> flat tensors
 model             a folder -> a decoder
 layer_rules       which keys a layer's queries see
+short_windows     long windows made short, for the time of a probe
 probe             a decoder is served right, or refused
 attention         the function that the models call
 acceleration_gate what makes a decoder faster is asked of the one gate
@@ -45,6 +46,7 @@ sampler, noise    logits -> tokens
 speculation       the text so far -> guesses of the next tokens
 verification      logits of a step -> tokens of each request, with guesses that were right
 text              tokens -> text as it grows
+stop_strings      where a text ends before one; pure
 chat              messages -> prompt; output -> messages
 prompts           a prompt -> its tokens
 tool_calls        text -> the tools that it calls
@@ -53,6 +55,7 @@ backend           the seam between a job and what writes its text
 predicted_wait    what is ahead of a text -> seconds until it has a seat; pure
 engine_counts     what an engine counts from step to step
 engine_times      times and lengths of late, for reports
+monitoring        the figures of an engine without a worker: a page, and a line on the console
 runner            the backend that owns an engine
 server_backend    the backend whose texts another server writes
 server_request    a wish -> the request to that server
@@ -73,6 +76,7 @@ if TYPE_CHECKING:
     from penstock.registry.sampling_params import SamplingParams
     from penstock.workers.generation.config import CacheConfig, Config, SchedulerConfig
     from penstock.workers.generation.engine import Engine
+    from penstock.workers.generation.monitoring import Monitoring, start_monitoring
     from penstock.workers.generation.outputs import (
         ChatMessage,
         ChatOutput,
@@ -93,20 +97,26 @@ __all__ = [
     "Delta",
     "Engine",
     "EngineStats",
+    "Monitoring",
+    "PriorityRequestQueue",
     "RequestOutput",
     "SamplingParams",
     "SchedulerConfig",
     "ToolCall",
     "Usage",
+    "start_monitoring",
 ]
 
 _MODULES = {
     "CacheConfig": "penstock.workers.generation.config",
     "Config": "penstock.workers.generation.config",
     "Engine": "penstock.workers.generation.engine",
+    "Monitoring": "penstock.workers.generation.monitoring",
+    "PriorityRequestQueue": "penstock.workers.generation.request_queue",
     "SamplingParams": "penstock.registry.sampling_params",
     "SchedulerConfig": "penstock.workers.generation.config",
     "ToolCall": "penstock.workers.generation.tool_calls",
+    "start_monitoring": "penstock.workers.generation.monitoring",
 }
 """The module of each name; a name that is missing here is one of the outputs."""
 

@@ -2,7 +2,7 @@
 
     served: job -> Wish -> Backend.open -> Answer.next: the last output, others go to Wish.sink
                            |- runner: our engine
-                           `- server: another server, with OpenAI's routes
+                           `- server: another server, of one of three kinds
 
 Importing this module imports nothing heavy.
 """

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from penstock.registry.errors import ConfigurationError, described, shown
+from penstock.registry.package.generation import PROFILE_SIZES, PROFILES
 
 __all__ = ["AttentionChoice", "CacheConfig", "Config", "Precision", "SchedulerConfig"]
 
@@ -21,6 +22,7 @@ AttentionChoice = Literal["auto", "sdpa", "triton"]
 _ATTENTION: Final = ("auto", "sdpa", "triton")
 _PRECISIONS: Final = ("fp32", "bf16")
 _SWITCH: Final = ("auto", "on", "off")
+_SIZES: Final = ("kv_cache_mb", "hbm_utilization")
 _DEVICE: Final = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 
 
@@ -105,7 +107,7 @@ class Config:
     cuda_graphs: bool = True
     """On a GPU with the kernel, one launch for all kernels of a step in which every row decodes."""
     compile_decoding: bool = False
-    """The model in these graphs is compiled: faster steps, and seconds for the first graphs of an engine."""
+    """The model in these graphs is compiled: faster steps, and a load that takes longer."""
     async_scheduling: Literal["auto", "on", "off"] = "auto"
     """Launch a step of decoding rows before the tokens of the last one are read; auto: on a GPU."""
     joined_linears: Literal["auto", "on", "off"] = "auto"
@@ -139,10 +141,11 @@ class Config:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Config:
-        """Of one flat set of keywords. Raises ConfigurationError for a name that is no field.
+        """Of one flat set of keywords, and `profile`. Raises ConfigurationError for a name that is no field.
 
         The tokens of a step may be None, or left out: then the device decides.
         """
+        options = _with_profile(options)
         options = {name: value for name, value in options.items() if value is not None or name not in _STEP_ON_GPU}
         if str(options.get("device")).startswith("cuda"):
             options = {**_STEP_ON_GPU, **options}
@@ -152,11 +155,29 @@ class Config:
             if name not in owner:
                 near = difflib.get_close_matches(str(name), owner, 1)
                 hint = f", did you mean {near[0]}" if near else ""
-                raise ConfigurationError(f"Unknown option {shown(name)}{hint}. Expected: {', '.join(owner)}")
+                raise ConfigurationError(
+                    f"Unknown option {shown(name)}{hint}. Expected: {', '.join([*owner, 'profile'])}"
+                )
             parts[owner[name]][name] = value
         return cls(
             cache=CacheConfig(**parts[CacheConfig]), scheduler=SchedulerConfig(**parts[SchedulerConfig]), **parts[cls]
         )
+
+
+def _with_profile(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a profile behind those that were given. A size of the pages that is None was not given."""
+    own = {name: value for name, value in options.items() if name != "profile"}
+    profile = options.get("profile")
+    if profile is None:
+        return own
+    if profile not in PROFILES:
+        raise ConfigurationError(f"profile: found {described(profile)}, expected one of: {', '.join(PROFILES)}")
+    kind = "cuda" if str(own.get("device")).startswith("cuda") else "cpu"
+    values = {**PROFILES[profile], **PROFILE_SIZES.get(profile, {}).get(kind, {})}
+    if any(own.get(name) is not None for name in _SIZES):
+        values = {name: value for name, value in values.items() if name not in _SIZES}
+    given = {name: value for name, value in own.items() if value is not None or name not in _SIZES}
+    return {**values, **given}
 
 
 def _check_bool(name: str, value: object) -> None:

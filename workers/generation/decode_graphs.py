@@ -156,6 +156,16 @@ class DecodeGraphs:
         """Buckets that have a graph."""
         return len(self._graphs)
 
+    def capture(self, step: Chunk, most_rows: int) -> None:
+        """Graphs of all buckets of up to so many rows, each of which is this step. Raises CaptureRefused.
+
+        The largest come first: the others use its memory.
+        """
+        buckets = sorted({bucket_of(rows) for rows in range(1, most_rows + 1)}, reverse=True)
+        # A capture that finds the compiled model at fault ends the graphs before it.
+        while missing := [bucket for bucket in buckets if bucket not in self._graphs]:
+            self._graph_of(self.plan([step] * missing[0]))
+
     def plan(self, chunks: Sequence[Chunk]) -> DecodePlan:
         """The plan of a step, of the same size as any of its bucket. It stands until the second call from here on."""
         bucket = bucket_of(len(chunks))
@@ -176,14 +186,17 @@ class DecodeGraphs:
         tokens: (S,) on the device, in place of ids that were not read yet. Raises CaptureRefused.
         """
         plan = self.plan(chunks)
-        if plan.rows not in self._graphs:
-            self._graphs[plan.rows] = self._captured(plan)
-        found = self._graphs[plan.rows]
+        found = self._graph_of(plan)
         found.batch.plan.copy_(plan.host, non_blocking=True)
         if tokens is not None:
             found.batch.input_ids[0, : len(chunks)].copy_(tokens)
         found.graph.replay()
         return found.logits[: len(chunks)]
+
+    def _graph_of(self, plan: DecodePlan) -> _Graph:
+        if plan.rows not in self._graphs:
+            self._graphs[plan.rows] = self._captured(plan)
+        return self._graphs[plan.rows]
 
     def _captured(self, plan: DecodePlan) -> _Graph:
         batch = plan.on_device(self._decoder.device)

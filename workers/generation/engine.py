@@ -94,7 +94,11 @@ class Engine:
         self.pages: Final = PagePool(num_pages, cache.page_size, prefixes)
         self.scheduler: Final = Scheduler(config.scheduler, self.pages)
         self.forwards: Final = Forwards(decoder, num_pages, cache.page_size, page_nbytes, gate)
-        self.forwards.try_graphs(is_wanted=config.cuda_graphs, compiles=config.compile_decoding)
+        self.forwards.try_graphs(
+            is_wanted=config.cuda_graphs,
+            compiles=config.compile_decoding,
+            most_rows=config.scheduler.max_num_seqs,
+        )
         self._requests: dict[str, GenerationRequest] = {}
         self._open: dict[str, GenerationRequest] = {}
         """The first text of each request that has not ended."""
@@ -284,26 +288,26 @@ class Engine:
         return self.scheduler.has_work or bool(self._stepped)
 
     def stats(self) -> EngineStats:
-        """Counts of this engine."""
-        with self._lock:
-            prefixes = self.pages.prefixes
-            return EngineStats(
-                waiting=len(self.scheduler.waiting),
-                running=len(self.scheduler.running),
-                steps=self._counts.steps,
-                rows=self._counts.rows,
-                preemptions=self.scheduler.num_preemptions,
-                prompt_tokens_computed=self._counts.prompt_tokens,
-                tokens_generated=self._counts.generated,
-                pages_used=self.pages.num_used,
-                pages_peak=self._counts.pages_peak,
-                pages_total=self.pages.num_usable,
-                pages_cached=len(prefixes) if prefixes else 0,
-                prefix_tokens_found=prefixes.hits if prefixes else 0,
-                prefix_tokens_queried=prefixes.queries if prefixes else 0,
-                draft_tokens=self._counts.drafts,
-                draft_tokens_accepted=self._counts.drafts_accepted,
-            )
+        """Counts of this engine. It does not wait for a step of another thread, so its numbers may be of two steps."""
+        prefixes = self.pages.prefixes
+        return EngineStats(
+            waiting=len(self.scheduler.waiting),
+            running=len(self.scheduler.running),
+            requests_finished=self._counts.requests_finished,
+            steps=self._counts.steps,
+            rows=self._counts.rows,
+            preemptions=self.scheduler.num_preemptions,
+            prompt_tokens_computed=self._counts.prompt_tokens,
+            tokens_generated=self._counts.generated,
+            pages_used=self.pages.num_used,
+            pages_peak=self._counts.pages_peak,
+            pages_total=self.pages.num_usable,
+            pages_cached=len(prefixes) if prefixes else 0,
+            prefix_tokens_found=prefixes.hits if prefixes else 0,
+            prefix_tokens_queried=prefixes.queries if prefixes else 0,
+            draft_tokens=self._counts.drafts,
+            draft_tokens_accepted=self._counts.drafts_accepted,
+        )
 
     def _probed(self, records: LoadRecords) -> Proof:
         page_size, joined = self.config.cache.page_size, f"{self.joined_linears} joined"
@@ -424,6 +428,7 @@ class Engine:
             self.scheduler.remove(request.sequence)
         first = request.first
         if is_finished(first):
+            self._counts.requests_finished += 1
             del self._open[first.request_id]
             self._timed.pop(first.request_id, None)
 

@@ -14,6 +14,7 @@ __all__ = ["EngineCounts"]
 class EngineCounts:
     """Since the engine was made. rows: chunks of all steps. pages_peak: the most pages that were in use at a time."""
 
+    requests_finished: int = 0
     steps: int = 0
     rows: int = 0
     pages_peak: int = 0

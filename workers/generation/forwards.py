@@ -37,15 +37,16 @@ class Forwards:
         self.graphs: DecodeGraphs | None = None
         """None: each step launches its kernels one by one."""
 
-    def try_graphs(self, *, is_wanted: bool, compiles: bool) -> None:
+    def try_graphs(self, *, is_wanted: bool, compiles: bool, most_rows: int) -> None:
         """Has graphs from here on, if the decoder can have any and the gate accepts them. Before the first request.
 
-        compiles: they have the model's compiled form.
+        compiles: they have the model's compiled form. most_rows: of a step.
         """
         if not self.decoder.device.is_cuda or self.decoder.kernel is None:
             return
         if is_wanted:
-            self.graphs = accepted_graphs(self.decoder, self._pools, self._gate, compiles=compiles)
+            decoder, pools, gate = self.decoder, self._pools, self._gate
+            self.graphs = accepted_graphs(decoder, pools, gate, compiles=compiles, most_rows=most_rows)
         else:
             self._gate.stays_off(CUDA_GRAPHS, "cuda_graphs", False)
 

@@ -110,6 +110,8 @@ class EngineStats:
 
     waiting: int
     running: int
+    requests_finished: int
+    """However they have ended."""
     steps: int
     """That computed something."""
     rows: int

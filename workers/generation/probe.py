@@ -6,7 +6,8 @@
 A folder that was proven on this machine, with the same libraries and the same source, is not probed again.
 
 An architecture that never calls the attention function, calls it twice for a layer, or lets a row depend on others
-gives wrong text and no error. So it is refused here by its name. A window that is longer than the probe is not proven.
+gives wrong text and no error. So it is refused here by its name. Windows that are longer than the probe are made short
+for its time, in the model's own code and in ours.
 
 Importing this module imports torch.
 """
@@ -23,6 +24,7 @@ from penstock.workers.generation.attention import KeyValuePools
 from penstock.workers.generation.load_records import LoadRecords, files_of, machine
 from penstock.workers.generation.model import Decoder
 from penstock.workers.generation.scheduler import Chunk, Sequence
+from penstock.workers.generation.short_windows import short_windows
 from penstock.workers.runtime.prepacked import PackedFailure
 
 __all__ = ["Proof", "eager_logits", "model_facts", "probe", "probe_tokens"]
@@ -85,7 +87,8 @@ def _known(record: Any) -> Proof | None:
 
 def _proven(decoder: Decoder, page_size: int) -> Proof:
     try:
-        return _probe(decoder, page_size)
+        with short_windows(decoder, _LONGEST - _BEYOND):
+            return _probe(decoder, page_size)
     except (ConfigurationError, PackedFailure):
         raise
     except Exception as error:

@@ -61,7 +61,7 @@ class PromptReader:
     def _of_text(self, text: str, max_tokens: int, *, adds_special: bool) -> list[int]:
         for beginning in _beginnings(text, _CHARACTERS * max(1, self._max_positions - max_tokens)):
             number = len(self._tokenizer(beginning, add_special_tokens=adds_special)["input_ids"])
-            self._check_length(number - _SLACK, max_tokens, "at least ")
+            self._check_length(max(1, number - _SLACK), max_tokens, "at least ")
         return list(self._tokenizer(text, add_special_tokens=adds_special)["input_ids"])
 
     def _check_length(self, number: int, max_tokens: int, at_least: str) -> None:

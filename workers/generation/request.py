@@ -112,12 +112,19 @@ class GenerationRequest:
         position = len(self.sequence.tokens) + ahead
         return SamplingRow(params, self.seed, position, self._barred(ahead), forbidden, history, logprobs)
 
-    def guess(self, most: int) -> list[int]:
-        """Tokens that may come next, where they can be checked together: a row must not depend on those before it."""
+    @property
+    def can_guess(self) -> bool:
+        """Whether guesses can be checked together, and pay: a row must not depend on those before it."""
         params = self.params
         if not params.is_greedy or params.has_penalties or self.matcher is not None or self.rules.bad_words:
+            return False
+        return self._lookup.is_on
+
+    def guess(self, most: int) -> list[int]:
+        """Tokens that may come next; none where `can_guess` is false."""
+        if not self.can_guess:
             return []
-        return self._lookup.guess(self.sequence.tokens, min(most, params.max_tokens - self.num_generated - 1))
+        return self._lookup.guess(self.sequence.tokens, min(most, self.params.max_tokens - self.num_generated - 1))
 
     def ends_with(self, token: int, ahead: int = 0) -> bool:
         """Whether the token ends the text behind so many drafts."""
@@ -168,7 +175,7 @@ class GenerationRequest:
         number = end - self.sequence.num_prompt
         is_end = number >= self.params.min_tokens and token in self.rules.ending
         if self.stream is not None and not is_end:
-            self.stream.push([token])
+            self.stream.push([token], may_stop=number > self.params.min_tokens)
         if self.matcher is not None:
             self.matcher.follow(self.token_ids)
         reason: FinishReason | None = None

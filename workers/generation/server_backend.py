@@ -1,4 +1,4 @@
-"""A backend whose texts another server writes, behind OpenAI's routes, such as vLLM, TGI or a gateway of Penstock.
+"""A backend whose texts another server writes: vLLM, TGI, or one with OpenAI's routes, such as a gateway of Penstock.
 
     Wish -> request -> call -> events -> text -> sink, last output
                '<-- pause <-- the server is away, or ended the connection: it writes the text again, and what was
@@ -76,7 +76,15 @@ class ServerBackend:
         """See Backend. Raises InvalidInput for fields that the server does not obey."""
         if self.stopped.is_set():
             raise ModelNotReady("The engine was stopped")
-        check_obeyed(wish.params, self.options.runtime_fields, is_chat=isinstance(wish.prompt, ChatPrompt))
+        prompt = wish.prompt
+        is_chat = isinstance(prompt, ChatPrompt)
+        check_obeyed(
+            wish.params,
+            self.options,
+            is_chat=is_chat,
+            has_tools=isinstance(prompt, ChatPrompt) and bool(prompt.tools),
+            has_token_ids=not is_chat and not isinstance(prompt, str),
+        )
         return ServerAnswer(self, wish)
 
     def messages(self, output: RequestOutput, prompt: ChatPrompt) -> Sequence[ChatMessage]:
@@ -97,7 +105,8 @@ class ServerAnswer:
 
     def __init__(self, backend: ServerBackend, wish: Wish) -> None:
         self._backend: Final = backend
-        self._text: Final = ServerText(wish)
+        self._kind: Final = backend.options.runtime_kind
+        self._text: Final = ServerText(wish, self._kind)
         self._call: ServerCall | None = None
         self._has_sent = False
         elapsed_s = 0.0 if wish.delivered is None else wish.delivered.elapsed_s
@@ -139,7 +148,8 @@ class ServerAnswer:
         """The outputs of one request. Raises ServerAway where the server may be asked again."""
         text, backend = self._text, self._backend
         text.begin()
-        self._call = ServerCall(backend.address, backend.options.runtime_timeout_s)
+        ends_with_done = text.ends_with_done
+        self._call = ServerCall(backend.address, backend.options.runtime_timeout_s, ends_with_done=ends_with_done)
         try:
             for found in self._call.post(*self._request()):
                 if isinstance(found, Refusal):
@@ -151,10 +161,12 @@ class ServerAnswer:
                 yield self._news() if found is not None else None
         finally:
             self._call.close()
+        if not (ends_with_done or text.is_whole or self._is_late):
+            raise ServerAway("it ended its answer before the last token")
         yield self._output(is_late=self._is_late and not text.is_whole)
 
     def _request(self) -> tuple[str, Mapping[str, str], bytes]:
-        path, body = request_of(self._text.wish, self._backend.model)
+        path, body = request_of(self._text.wish, self._backend.model, self._kind)
         return path, self._backend.headers, body
 
     def _news(self) -> RequestOutput | None:

@@ -41,12 +41,13 @@ class Refusal(NamedTuple):
 class ServerCall:
     """One request. close: at any time; the server sees that the connection ends.
 
-    silence_s: so long it may send nothing, and take no connection.
+    silence_s: so long it may send nothing, and take no connection. ends_with_done: whether [DONE] ends a whole answer.
     """
 
-    def __init__(self, address: ServerAddress, silence_s: float) -> None:
+    def __init__(self, address: ServerAddress, silence_s: float, *, ends_with_done: bool = True) -> None:
         self._address: Final = address
         self._silence_s: Final = silence_s
+        self._ends_with_done: Final = ends_with_done
         self._http: Final = h11.Connection(h11.CLIENT)
         self._socket: socket.socket | None = None
 
@@ -103,9 +104,10 @@ class ServerCall:
                     raise ModelError("The text server sent an event that is too large. Expected chunks of text")
             elif event is None:
                 yield None
-        if status == 200:
+        if status != 200:
+            yield Refusal(status, waiting)
+        elif self._ends_with_done:
             raise ServerAway("it ended its answer before [DONE]")
-        yield Refusal(status, waiting)
 
     def _events(self) -> Iterator[h11.Response | h11.Data | None]:
         """What the server sends, to the end of its answer; None where it sends nothing for a while."""

@@ -28,9 +28,14 @@ class PromptLookup:
         self._places: dict[tuple[int, ...], int] = {}
         self._read = _GRAM
 
+    @property
+    def is_on(self) -> bool:
+        """Whether enough of the guesses were right."""
+        return self.acceptance >= _LEAST_ACCEPTANCE
+
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
         """At most so many tokens that may follow. tokens: prompt and output; they only grow from call to call."""
-        if self.acceptance < _LEAST_ACCEPTANCE or most < 1:
+        if not self.is_on or most < 1:
             return []
         for at in range(self._read, len(tokens)):
             self._places[tuple(tokens[at - _GRAM : at])] = at

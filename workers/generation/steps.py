@@ -86,10 +86,15 @@ class Steps:
 
     def _guesses(self) -> dict[str, list[int]]:
         """More rows have enough work for a forward: guesses would take its time from them."""
-        running, most = self._scheduler.running, self._config.scheduler.num_speculative_tokens
-        if not most or len(running) > _MOST_GUESSING:
-            return {}
-        return {each.request_id: self._requests[each.request_id].guess(most) for each in running}
+        most = self._config.scheduler.num_speculative_tokens
+        return {request.request_id: request.guess(most) for request in self._guessing()}
+
+    def _guessing(self) -> list[GenerationRequest]:
+        """The running requests whose next tokens may be guessed."""
+        running = self._scheduler.running
+        if not self._config.scheduler.num_speculative_tokens or len(running) > _MOST_GUESSING:
+            return []
+        return [request for each in running if (request := self._requests[each.request_id]).can_guess]
 
     def _compute(self, chunks: Sequence[Chunk]) -> None:
         self._packing.pack_next()
@@ -109,12 +114,12 @@ class Steps:
     def _can_launch(self, plan: StepPlan, launched: LaunchedStep | None) -> bool:
         """Whether each row decodes one token, and needs nothing from the host but its place.
 
-        A few rows are guessed instead, which needs their tokens. A request that lost its pages, and is in the plan
-        again, waits until its last token is read.
+        A few greedy rows are guessed instead, which needs their tokens. A request that lost its pages, and is in the
+        plan again, waits until its last token is read.
         """
         if not self.is_async or not plan.chunks or self._attempts.is_limited:
             return False
-        if self._config.scheduler.num_speculative_tokens and len(self._scheduler.running) <= _MOST_GUESSING:
+        if self._guessing():
             return False
         ahead = 0 if launched is None else 1
         return all(

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from penstock.workers.generation.stop_strings import first_stop, held_back
+
 __all__ = ["TextStream", "decode"]
 
 _INCOMPLETE: Final = "\ufffd"
@@ -55,6 +57,9 @@ class TextStream:
         self._is_behind = False
         """Whether tokens were pushed that are not decoded yet."""
         self._delivered = 0
+        self._may_stop = True
+        self._free = 0
+        """So much of the text came before it might stop: no stop string that ends there counts."""
 
     @property
     def text(self) -> str:
@@ -62,11 +67,13 @@ class TextStream:
         self._catch_up()
         return self._text
 
-    def push(self, tokens: Sequence[int]) -> None:
+    def push(self, tokens: Sequence[int], *, may_stop: bool = True) -> None:
         """More tokens. Nothing changes any more once a stop string was found.
 
-        Without stop strings they are decoded when the text is asked for, those of several calls at a time.
+        Without stop strings they are decoded when the text is asked for, those of several calls at a time. may_stop:
+        whether a stop string counts that ends in them.
         """
+        self._may_stop = may_stop
         if self.stopped_by is None:
             self._tokens += tokens
             self._is_behind = True
@@ -86,7 +93,11 @@ class TextStream:
     def take(self, *, is_last: bool) -> str:
         """The text since the last call. Before the end it leaves out what may become a stop string."""
         self._catch_up()
-        end = len(self._text) if is_last or self.stopped_by is not None else len(self._text) - self._held()
+        end = (
+            len(self._text)
+            if is_last or self.stopped_by is not None
+            else len(self._text) - held_back(self._text, self._stops)
+        )
         delta = self._text[self._delivered : end]
         self._delivered = max(self._delivered, end)
         return delta
@@ -108,19 +119,11 @@ class TextStream:
         self._cut(searched_from)
 
     def _cut(self, start: int) -> None:
-        places = [(place, stop) for stop in self._stops if (place := self._text.find(stop, start)) >= 0]
-        if places:
-            place, self.stopped_by = min(places)
+        if not self._may_stop:
+            self._free = len(self._text)
+        elif (found := first_stop(self._text, self._stops, start, self._free)) is not None:
+            place, self.stopped_by = found
             self._text = self._text[:place]
-
-    def _held(self) -> int:
-        """The length of the longest end of the text that a stop string begins with."""
-        most = min(self._longest - 1, len(self._text))
-        for length in range(most, 0, -1):
-            end = self._text[-length:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0
 
 
 def _without_incomplete(text: str) -> str:

@@ -38,7 +38,7 @@ def _snapshot(at: float, committed: int, load: dict[str, float] | None, *, pid: 
     depths = [Depth("m", priority, 0, 0, 0.0) for priority in Priority]
     depths[Priority.NORMAL] = Depth("m", Priority.NORMAL, waiting + 3, 3, 1.5 if waiting else 0.0)
     report = {"name": "w", "pid": pid, "device": "cpu", "ready": True, "models": {"m": "1"}, "in_memory": 3}
-    report["in_memory_bytes"] = 2_500_000
+    report |= {"in_memory_bytes": 2_500_000, "process_bytes": 812_000_000, "device_bytes": None}
     return Snapshot(at, {"m": depths}, {"m": committed}, frozenset(), [report], {("w", pid, "m"): load} if load else {})
 
 
@@ -65,10 +65,24 @@ def test_figures_are_those_of_the_interval():
     }
     assert [(worker["jobs_per_s"], worker["rows_per_batch"]) for worker in state["workers"]] == [(300.0, 16.0)]
     assert [(worker["in_memory"], worker["in_memory_bytes"]) for worker in state["workers"]] == [(3, 2_500_000)]
+    assert [(worker["process_bytes"], worker["device_bytes"]) for worker in state["workers"]] == [(812_000_000, None)]
     shown = line(state)
     assert "300 jobs/s  waiting 7  running 3  oldest 1.5 s" in shown
     assert "m: 16.0 rows/batch, queue 1.0 batch 0.0 compute 5.0 commit 1.0 ms  workers 1 of 1 ready" in shown
     assert "\n" not in shown
+
+
+def test_a_worker_has_its_memory_and_its_cache_hits():
+    """ES-050: bytes of the process and of its GPUs, and the share of answers that the cache had in the interval."""
+    before = _snapshot(10.0, 100, {**_load(100, 100, 100, 0.0, 0.0), "cached": 500.0})
+    after = _snapshot(12.0, 160, {**_load(130, 120, 130, 0.0, 0.0), "cached": 590.0})
+    (report,) = after.reports
+    report["device_bytes"] = 9_000_000_000
+    state = compare(before, after)
+    assert state["workers"][0]["cached"] == 0.75
+    assert re.search(r"w +cpu +ready +60\.0 +1\.5 +3 +2\.5 +812\+9,000 +75% +m/1", "\n".join(_drawn(state, 40, 120)))
+    (idle,) = compare(after, after)["workers"]
+    assert idle["cached"] is None
 
 
 def test_a_restarted_worker_starts_at_zero():
@@ -203,6 +217,9 @@ def test_running_stack_is_measured(home: Path):
             lambda: _counted(compare(before, take_snapshot(broker)), 3), 5, "the worker reports three jobs"
         )
     (model,) = state["models"]
+    (worker,) = state["workers"]
+    assert worker["process_bytes"] > 1e6
+    assert worker["cached"] == pytest.approx(1 / 3, abs=1e-3)
     assert model["rows_per_batch"] == 1.0
     assert model["jobs_per_s"] == state["workers"][0]["jobs_per_s"]
     assert model["latency_ms"]["compute"] > 0

@@ -45,12 +45,13 @@ def test_profile_gives_values_that_the_package_has_not(tmp_path: Path):
         ({}, None, None),
         ({"profile": "gpu"}, None, 0.85),
         ({"profile": "gpu", "kv_cache_mb": 64}, 64, None),
-        ({"profile": "memory_constrained"}, 64, None),
+        ({"profile": "memory_constrained"}, None, None),
         ({"profile": "memory_constrained", "hbm_utilization": 0.7}, None, 0.7),
     ],
 )
 def test_pages_are_sized_in_one_way(tmp_path: Path, section: dict[str, Any], megabytes: Any, share: Any):
-    """The package's own replaces that of its profile, also where it is of the other kind."""
+    """The package's own replaces that of its profile, also where it is of the other kind. Where there is none, the
+    device of the engine decides."""
     found = load_package(written(tmp_path, device="cuda", generate=section)).spec.generate
     assert found is not None
     assert (found.kv_cache_mb, found.hbm_utilization) == (megabytes, share)

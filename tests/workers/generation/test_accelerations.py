@@ -15,7 +15,7 @@ from penstock.workers.generation import joined_linears
 from penstock.workers.generation.acceleration_gate import POLICY, AccelerationGate
 from penstock.workers.generation.attention import COMPILED_NAME
 from penstock.workers.generation.config import Config
-from penstock.workers.generation.decode_graphs import CaptureRefused
+from penstock.workers.generation.decode_graphs import CaptureRefused, DecodeGraphs, bucket_of
 from penstock.workers.generation.engine import Engine
 from penstock.workers.generation.joined_linears import JoinedLinear
 from penstock.workers.generation.model import load_decoder, wrap_decoder
@@ -281,22 +281,59 @@ def test_a_packed_layer_that_fails_is_recorded_as_off():
     assert decisions[-1].reason
 
 
-def test_graphs_that_a_later_step_refuses_are_recorded_as_off(plain):
-    """That of one row was captured at the load."""
+@pytest.mark.parametrize(("seats", "buckets"), [(1, 1), (8, 4), (12, 5)])
+def test_no_graph_is_captured_after_the_load(seats: int, buckets: int, plain):
+    """ES-031: the load captures a graph of each bucket of rows, so that no step waits for one."""
+    gate, _ = open_gate()
+    with provide():
+        engine = fast_engine(gate, max_num_seqs=seats, compile_decoding=False, num_speculative_tokens=0)
+        graphs: Any = engine.forwards.graphs
+        assert graphs.num_captured == buckets
+        for number in range(1, len(PROMPTS) + 1):
+            assert token_ids(engine.generate(PROMPTS[:number], GREEDY)) == plain[:number]
+        assert graphs.num_captured == buckets
+    assert in_use(engine)[-1] == "cuda-graphs"
+
+
+def _captures(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Graphs of more rows than one cannot be captured."""
+    capture = DecodeGraphs._captured
+
+    def captured(graphs: DecodeGraphs, plan: Any) -> Any:
+        if plan.rows > 1:
+            raise error
+        return capture(graphs, plan)
+
+    monkeypatch.setattr(DecodeGraphs, "_captured", captured)
+
+
+def test_graphs_that_more_rows_refuse_are_recorded_as_off(monkeypatch, plain):
+    """The load finds it."""
+    _captures(monkeypatch, CaptureRefused("it copies to the device"))
     gate, decisions = open_gate()
     with provide():
         engine = fast_engine(gate, compile_decoding=False)
-        graphs: Any = engine.forwards.graphs
-        assert graphs.num_captured == 1
-
-        def refuse(_: Any) -> Any:
-            raise CaptureRefused("it copies to the device")
-
-        graphs._captured = refuse
+        assert engine.forwards.graphs is None
         assert token_ids(engine.generate(PROMPTS, GREEDY)) == plain
-    assert engine.forwards.graphs is None
     assert [one.action for one in decisions.of("cuda-graphs")] == ["enabled", "disabled"]
     assert decisions[-1].reason == "it copies to the device"
+
+
+def test_graphs_without_memory_at_the_load_are_captured_later(monkeypatch, caplog, plain):
+    """Or refused then, which is recorded."""
+    gate, decisions = open_gate()
+    with provide():
+        with monkeypatch.context() as patch:
+            _captures(patch, torch.OutOfMemoryError("CUDA out of memory"))
+            engine = fast_engine(gate, compile_decoding=False)
+        graphs: Any = engine.forwards.graphs
+        assert graphs.num_captured == 1
+        assert "no memory for all CUDA graphs at the load" in caplog.text
+        with monkeypatch.context() as patch:
+            _captures(patch, CaptureRefused("it copies to the device"))
+            assert token_ids(engine.generate(PROMPTS, GREEDY)) == plain
+    assert engine.forwards.graphs is None
+    assert [one.action for one in decisions.of("cuda-graphs")] == ["enabled", "disabled"]
 
 
 def test_a_compiled_model_that_errs_for_more_rows_is_off_for_all(plain):
@@ -310,12 +347,11 @@ def test_a_compiled_model_that_errs_for_more_rows_is_off_for_all(plain):
     with provide(compiled=wrong_for_many):
         engine = fast_engine(gate)
         graphs: Any = engine.forwards.graphs
-        assert in_use(engine) == ALL
-        assert token_ids(engine.generate(PROMPTS, GREEDY)) == plain
         assert in_use(engine) == [name for name in ALL if name != "compiled-decoding"]
         kept = graphs.num_captured
-        assert token_ids(engine.generate(PROMPTS[:1], GREEDY)) == plain[:1]
-        assert graphs.num_captured == kept + 1
+        assert kept == len({bucket_of(rows) for rows in range(1, engine.config.scheduler.max_num_seqs + 1)})
+        assert token_ids(engine.generate(PROMPTS, GREEDY)) == plain
+        assert graphs.num_captured == kept
     assert [one.action for one in decisions.of("compiled-decoding")] == ["enabled", "disabled"]
     assert decisions.of("cuda-graphs")[-1].accepted
 

@@ -16,6 +16,7 @@ from penstock.workers.generation.engine import Engine
 from penstock.workers.generation.launched_step import LaunchedStep
 from penstock.workers.generation.pages import PagePool
 from penstock.workers.generation.scheduler import Chunk, Scheduler, Sequence
+from penstock.workers.generation.speculation import PromptLookup
 from penstock.workers.runtime.torch_device import TorchDevice
 from tests.workers.generation.architectures import decoder
 from tests.workers.generation.engines import (
@@ -96,6 +97,34 @@ def test_one_row_is_guessed_instead(monkeypatch):
     log = Log(monkeypatch)
     open_engine(decoder("Llama"), **ON).generate(PROMPTS[:1], GREEDY)
     assert not log.events
+
+
+def test_a_drawn_row_is_launched(monkeypatch):
+    """Nothing is guessed for it, although guesses are on and it runs alone."""
+    params = SamplingParams(max_tokens=12, seed=7)
+    expected = token_ids(open_engine(decoder("Llama"), kv_cache_mb=4).generate(PROMPTS[:1], params))
+    engine, log = open_engine(decoder("Llama"), **ON), Log(monkeypatch)
+    assert engine.config.scheduler.num_speculative_tokens > 0
+    assert token_ids(engine.generate(PROMPTS[:1], params)) == expected
+    assert log.events.count("launched") == params.max_tokens - 1
+
+
+def test_a_row_is_launched_whose_guesses_were_wrong(monkeypatch):
+    """From the step on at which they are switched off, and not before."""
+    expected = token_ids(open_engine(decoder("Llama"), kv_cache_mb=4).generate(PROMPTS[:1], GREEDY))
+    engine, log = open_engine(decoder("Llama"), **ON), Log(monkeypatch)
+
+    def wrong(lookup: PromptLookup, tokens: Any, most: int) -> list[int]:
+        log.events.append("guessed")
+        return [next(token for token in range(1, 9) if token not in expected[0])][:most]
+
+    monkeypatch.setattr(PromptLookup, "guess", wrong)
+    assert token_ids(engine.generate(PROMPTS[:1], GREEDY)) == expected
+    guessed = log.events.count("guessed")
+    assert log.events[:guessed] == ["guessed"] * guessed
+    assert 0 < guessed < GREEDY.max_tokens - 2
+    # The prompt's step and each guessed one choose a token.
+    assert log.events.count("launched") == GREEDY.max_tokens - 1 - guessed
 
 
 def test_texts_end_where_they_end_alone():

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.registry.errors import ConfigurationError, InvalidInput
 from penstock.workers.generation import CacheConfig, Config, Engine, SamplingParams, SchedulerConfig
+from penstock.workers.generation.backend import Delivered
 from tests.workers.generation.architectures import ARCHITECTURES, decoder, reference
 from tests.workers.generation.engines import GREEDY, engine_with_pages, open_engine, prompts_of, token_ids, write_model
 
@@ -109,6 +110,27 @@ def test_a_stop_string_cuts_text_and_ends_the_request(engine):
     assert len(completion.token_ids) < 60
     options = {"max_new_tokens": 60, "temperature": 1.0, "seed": 9, "ignore_eos": True, "stop": [stop]}
     assert "".join(output.delta_text for output in engine.stream(TEXT, options)) == completion.text
+
+
+def test_a_stop_string_ends_no_text_before_min_tokens(engine):
+    """In the whole text, the stream, and a text that another engine continues."""
+    plain: dict[str, Any] = {"max_tokens": 60, "temperature": 1.0, "seed": 9, "ignore_eos": True}
+    whole = engine.generate(TEXT, plain)[0].outputs[0]
+    stop = next(letter for letter in whole.text if whole.text.count(letter) > 1)
+    (early,) = engine.generate(TEXT, {**plain, "stop": [stop]})
+    least = len(early.outputs[0].token_ids)
+    options = {**plain, "stop": [stop], "min_tokens": least}
+    found = engine.generate(TEXT, options)[0].outputs[0]
+    place = whole.text.index(stop, whole.text.index(stop) + 1)
+    assert found.text == whole.text[:place]
+    assert (found.finish_reason, found.stop_reason) == ("stop", stop)
+    assert len(found.token_ids) > least
+    assert "".join(output.delta_text for output in engine.stream(TEXT, options)) == found.text
+    delivered = Delivered(found.token_ids[:least], early.outputs[0].text)
+    continued = engine.prepare("again", TEXT, SamplingParams(**options), delivered)
+    assert continued.finish_reason is None
+    never = engine.generate(TEXT, {**options, "min_tokens": 60})[0].outputs[0]
+    assert (never.text, never.finish_reason) == (whole.text, "length")
 
 
 def test_stop_tokens_end_a_text_after_min_tokens():

@@ -14,6 +14,8 @@ from tests.workers.generation.architectures import ARCHITECTURES, REFUSED, WINDO
 from tests.workers.generation.engines import GREEDY, engine_with_pages, open_engine, prompts_of, token_ids
 
 QUICK = {"Llama", "Gemma2", "Llama 4 with chunks"}
+LONG_WINDOW = 4096
+WINDOW_FIELDS = ("sliding_window", "attention_chunk_size")
 PROMPTS = prompts_of(3, 17, 40, 9, 24)
 
 
@@ -54,12 +56,16 @@ def test_page_sizes_write_the_same(page_size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [5, 11, 512])
-def test_chunks_of_prompts_write_the_same(budget):
+def test_chunks_of_prompts_write_the_same(budget, caplog):
     """However a prompt is cut, the tokens are the same, and no step exceeds its budget."""
     model = decoder("Gemma2")
     expected = _expected(model)
     engine = open_engine(model, page_size=4, kv_cache_mb=8, max_num_seqs=5, max_num_batched_tokens=budget)
-    assert token_ids(engine.generate(PROMPTS, GREEDY)) == expected
+    with caplog.at_level("DEBUG", "penstock.runtime.steps"):
+        assert token_ids(engine.generate(PROMPTS, GREEDY)) == expected
+    computed = [record.tokens for record in caplog.records if record.name == "penstock.runtime.steps"]
+    assert sum(computed) >= sum(map(len, PROMPTS))
+    assert max(computed) <= budget
 
 
 def test_a_shared_beginning_is_computed_once():
@@ -101,6 +107,66 @@ def test_a_lost_window_is_seen(name):
     assert token_ids(engine.generate(PROMPTS, GREEDY)) != expected
     with pytest.raises(ConfigurationError, match=f"{engine.decoder.name} is not served: its logits"):
         probe(engine.decoder, 4)
+
+
+def _with_long_windows(name: str) -> Any:
+    """A model with windows and chunks of the length that real ones have."""
+    config = ARCHITECTURES[name]()
+    config.max_position_embeddings = 2 * LONG_WINDOW
+    for field in WINDOW_FIELDS:
+        if getattr(config, field, None):
+            setattr(config, field, LONG_WINDOW)
+    return decoder(name, config=config)
+
+
+def _windows(model: Any) -> list[tuple[str, Any]]:
+    """Each window or chunk that the configuration and the modules hold."""
+    owners = [("config", model.config.get_text_config()), *model.named_modules()]
+    return [(f"{where}.{field}", getattr(owner, field, None)) for where, owner in owners for field in WINDOW_FIELDS]
+
+
+@pytest.mark.parametrize("name", _marked(WINDOWED))
+def test_long_windows_are_proven(name):
+    """A model as it is passes, and keeps its window; one whose rules are lost, or of another length, is refused."""
+    model = _with_long_windows(name)
+    wrapped = wrap_decoder(model, None, None)
+    rules, windows = list(wrapped.rules), _windows(model)
+    assert LONG_WINDOW in [rule.reach for rule in rules]
+    assert LONG_WINDOW in [window for _, window in windows]
+    probe(wrapped, 4)
+    assert (wrapped.rules, _windows(model)) == (rules, windows)
+    for wrong in (LayerRule(), LayerRule(window=LONG_WINDOW // 2)):
+        wrapped.rules = [wrong if rule.reach else rule for rule in rules]
+        with pytest.raises(ConfigurationError, match=f"{wrapped.name} is not served: its logits"):
+            probe(wrapped, 4)
+        assert _windows(model) == windows
+
+
+def test_windows_are_restored_after_an_error():
+    """The model's own code raises in the middle of the probe."""
+    model = _with_long_windows("Mistral with a window")
+    wrapped, windows = wrap_decoder(model, None, None), _windows(model)
+    rules = wrapped.rules
+    seen: list[Any] = []
+
+    def breaks(*_: Any) -> None:
+        seen.append(model.config.sliding_window)
+        raise RuntimeError("no such kernel")
+
+    model.model.layers[1].register_forward_hook(breaks)
+    with pytest.raises(ConfigurationError, match="MistralForCausalLM is not served: RuntimeError in a forward"):
+        probe(wrapped, 4)
+    assert seen == [16]
+    assert wrapped.rules is rules
+    assert _windows(model) == windows
+
+
+def test_window_beyond_all_positions_is_left():
+    """It hides no key of a request that is served, so nothing is to be proven."""
+    model = _with_long_windows("Mistral with a window")
+    wrapped = wrap_decoder(model, None, LONG_WINDOW)
+    wrapped.rules = [LayerRule()] * len(wrapped.rules)
+    probe(wrapped, 4)
 
 
 def test_windows_are_many():

@@ -15,10 +15,11 @@ import pytest
 
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.package import load_package
-from penstock.registry.package.generation import PROFILES, Generation
+from penstock.registry.package.generation import PROFILE_SIZES, PROFILES, Generation
 from penstock.registry.tensors import Array
 from penstock.safety.validators.builtin import GenerationValidator
 from penstock.safety.validators.comparison import Verdict
+from penstock.workers.generation import engine as engine_module
 from penstock.workers.generation.config import CacheConfig, Config, SchedulerConfig
 from penstock.workers.generation.engine import Engine
 from penstock.workers.generation.prefix_cache import PrefixCache
@@ -27,6 +28,7 @@ from penstock.workers.generation.tool_calls import TOOL_PARSERS
 from tests.flow.conftest import amend
 from tests.workers.generation.engines import byte_tokenizer
 from tests.workers.generation.packages import write_writer
+from tests.workers.generation.replayed_device import ReplayedDevice, provide
 
 COMMIT = "0123456789" * 4
 GREEDY = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -78,12 +80,23 @@ REACHED: dict[str, tuple[Any, Callable[[Engine], Any], Any]] = {
     "ageing_steps": (7, lambda engine: engine.scheduler.config.ageing_steps, 7),
     "joined_linears": ("on", lambda engine: engine.joined_linears, 4),
     "packed_linears": ("off", lambda engine: engine.packing.layers, 0),
-    "attention": ("sdpa", lambda engine: engine.config.attention, "sdpa"),
-    "cuda_graphs": (False, lambda engine: engine.config.cuda_graphs, False),
-    "compile_decoding": (True, lambda engine: engine.config.compile_decoding, True),
     "async_scheduling": ("on", lambda engine: engine._steps.is_async, True),
 }
 """Option -> value in model.yaml, where the engine has it, the value there."""
+
+
+def _is_compiled(engine: Engine) -> bool:
+    graphs = engine.forwards.graphs
+    assert graphs is not None
+    return graphs._compiled is not None
+
+
+REACHED_ON_A_GPU: dict[str, tuple[Any, Callable[[Engine], bool]]] = {
+    "attention": ("sdpa", lambda engine: engine.decoder.kernel is None),
+    "cuda_graphs": (False, lambda engine: engine.forwards.graphs is None),
+    "compile_decoding": (True, _is_compiled),
+}
+"""Option -> value in model.yaml, whether the engine is made so: false by default."""
 
 
 @pytest.mark.parametrize("name", sorted(REACHED))
@@ -95,12 +108,25 @@ def test_option_of_a_package_reaches_the_engine(name: str, tmp_path: Path):
         assert read(engine_of(runtime)) == expected
 
 
+@pytest.mark.parametrize("name", sorted(REACHED_ON_A_GPU))
+def test_option_of_a_package_reaches_an_engine_on_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A CPU stands in for it: the engine has another part than the same package without the option."""
+    monkeypatch.setattr(engine_module, "_device", lambda config: ReplayedDevice())
+    value, is_so = REACHED_ON_A_GPU[name]
+    found = []
+    with provide():
+        for folder, options in (("plain", {}), ("own", {name: value})):
+            with loaded(write_writer(tmp_path / folder, max_num_seqs=2, **options)) as runtime:
+                found.append(is_so(engine_of(runtime)))
+    assert found == [False, True]
+
+
 def test_package_has_every_option_of_an_engine():
     """But for those that a worker gives. A share of a GPU's memory is tested where the pages are sized."""
     own = {each.name for part in (CacheConfig, SchedulerConfig, Config) for each in fields(part)}
     given = set(Generation().engine_options())
-    assert given == own - {"cache", "scheduler", "precision", "device", "cache_dir"}
-    assert set(REACHED) == given - {"hbm_utilization"}
+    assert given == (own | {"profile"}) - {"cache", "scheduler", "precision", "device", "cache_dir"}
+    assert {*REACHED, *REACHED_ON_A_GPU} == given - {"hbm_utilization", "profile"}
 
 
 @pytest.mark.parametrize(("number", "has_guesses"), [(0, False), (3, True)])
@@ -140,7 +166,7 @@ def test_values_of_a_profile_reach_the_engine(profile: str, own: dict[str, Any],
     sized = {"kv_cache_mb": 16.0} if profile == "gpu" else {}
     package = write_writer(tmp_path, positions=8192)
     amend(package, generate={"profile": profile, "packed_linears": "off", **sized, **own})
-    expected = {**PROFILES[profile], **sized, **own}
+    expected = {**PROFILES[profile], **PROFILE_SIZES.get(profile, {}).get("cpu", {}), **sized, **own}
     with loaded(package) as runtime:
         engine = engine_of(runtime)
         figures = runtime.take_figures()
@@ -153,12 +179,32 @@ def test_values_of_a_profile_reach_the_engine(profile: str, own: dict[str, Any],
         assert len(answer(runtime, {"prompt": "a"})["token_ids"][0]) == GREEDY["max_tokens"]
 
 
-def test_share_of_the_profile_gpu_reaches_the_configuration():
-    """ES-054: on a GPU the pages are sized by it."""
-    options = Generation(profile="gpu").engine_options()
-    assert Config.from_options({**options, "device": "cuda"}).cache.hbm_utilization == 0.85
-    options = Generation(profile="gpu", hbm_utilization=0.5).engine_options()
-    assert Config.from_options({**options, "device": "cuda"}).cache.hbm_utilization == 0.5
+@pytest.mark.parametrize(
+    ("profile", "own", "device", "expected"),
+    [
+        ("gpu", {}, "cuda", (None, 0.85)),
+        ("gpu", {"hbm_utilization": 0.5}, "cuda", (None, 0.5)),
+        ("memory_constrained", {}, "cuda:1", (None, 0.7)),
+        ("memory_constrained", {}, "cpu", (64.0, None)),
+        ("memory_constrained", {"kv_cache_mb": 3}, "cuda", (3, None)),
+        ("memory_constrained", {"hbm_utilization": 0.5}, "cuda", (None, 0.5)),
+    ],
+)
+def test_pages_of_a_profile_are_sized_as_the_device_says(profile: Any, own: Any, device: str, expected: Any):
+    """ES-054, ES-055: a share of a GPU's memory, or megabytes; of a package, and of an engine alone."""
+    package = Generation(profile=profile, **own).engine_options()
+    for options in (package, {"profile": profile, **own}):
+        config = Config.from_options({**options, "device": device})
+        assert (config.cache.kv_cache_mb, config.cache.hbm_utilization) == expected
+        assert (config.max_model_len, config.scheduler.max_num_seqs, config.cache.page_size) == (
+            (4096, 32, 64) if profile == "gpu" else (2048, 8, 32)
+        )
+
+
+def test_unknown_profile_of_an_engine_is_refused():
+    """With those that there are."""
+    with pytest.raises(ConfigurationError, match="profile: found 'tpu', expected one of: gpu, memory_constrained"):
+        Config.from_options({"profile": "tpu"})
 
 
 # Chats

@@ -18,7 +18,7 @@ from penstock.workers.generation import Engine
 from penstock.workers.generation.structure import StructureCompiler
 from tests.workers.generation.architectures import decoder
 from tests.workers.generation.engines import byte_tokenizer, open_engine
-from tests.workers.generation.schemas import random_schema
+from tests.workers.generation.schemas import OPEN, random_schema
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -82,15 +82,20 @@ def assert_valid(engine: Engine, schemas: list[dict[str, Any]], **options: Any) 
     """Each text ends by itself, parses, and validates."""
     names = {}
     for at, schema in enumerate(schemas):
-        params = SamplingParams(json_schema=schema, max_tokens=MOST, seed=at, **options)
+        params = SamplingParams(json_schema=schema, max_tokens=MOST, seed=at, frequency_penalty=2, **options)
         names[engine.add_request(None, f"write {at}", params)] = schema
     while engine.has_unfinished_requests:
         for output in engine.step():
             if output.finished:
                 completion, schema = output.outputs[0], names.pop(output.request_id)
                 assert completion.finish_reason == "stop", (schema, completion.text)
-                jsonschema.validate(json.loads(completion.text), schema)
+                validate(completion.text, schema)
     assert names == {}
+
+
+def validate(text: str, schema: dict[str, Any]) -> None:
+    """Raises what is wrong with it, also by the formats of strings."""
+    jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.FormatChecker())
 
 
 def test_two_hundred_random_schemas_are_held(engine):
@@ -98,6 +103,34 @@ def test_two_hundred_random_schemas_are_held(engine):
     for start in range(0, 200, 50):
         schemas = [random_schema(seed) for seed in range(start, start + 50)]
         assert_valid(engine, schemas, temperature=0.5 + start / 100)
+
+
+@pytest.mark.parametrize("schema", OPEN, ids=str)
+def test_open_forms_are_held(engine, schema):
+    """A text that ends by itself validates. Some do: the token that ends strings is made more probable."""
+    (quote,) = engine.decoder.tokenizer('"')["input_ids"]
+    options: dict[str, Any] = {"max_tokens": 120, "frequency_penalty": 2, "logit_bias": {quote: 10}}
+    params = [SamplingParams(json_schema=schema, seed=seed, **options) for seed in range(12)]
+    found = [engine.generate("write", each)[0].outputs[0] for each in params]
+    ended = [one.text for one in found if one.finish_reason == "stop"]
+    assert len(ended) >= 4
+    for text in ended:
+        validate(text, schema)
+    assert all(one.finish_reason in ("stop", "length") for one in found)
+
+
+def test_wrong_texts_are_seen():
+    """The check of these tests fails for each kind of schema."""
+    defined = random_schema(0)["$defs"]
+    for text, schema in (
+        ('{"x": 7}', {"$defs": defined, "properties": {"x": {"$ref": "#/$defs/word"}}}),
+        ("5", {"oneOf": [{"type": "integer"}, {"type": "number"}]}),
+        ('"2026-13-01"', {"type": "string", "format": "date"}),
+        ('"1.2.3"', {"type": "string", "format": "ipv4"}),
+        ("0", {"type": "number", "exclusiveMinimum": 0}),
+    ):
+        with pytest.raises(jsonschema.ValidationError):
+            validate(text, schema)
 
 
 def test_form_beyond_the_limits_of_its_compiler_fails_alone(engine):
@@ -186,6 +219,11 @@ def test_a_request_that_is_taken_over_gets_the_same_masks(engine):
     [
         ({"json_schema": {"type": "strnig"}}, "json_schema: Invalid type: strnig, expected one that can be compiled"),
         ({"json_schema": {"$ref": "#/nowhere"}}, "json_schema: Pointer '/nowhere' does not exist"),
+        (
+            {"json_schema": {"oneOf": [{"maximum": 5}, {"minimum": 2}]}},
+            "json_schema: oneOf constraints are not supported",
+        ),
+        ({"json_schema": {"type": "string", "format": "zebra"}}, "json_schema: Unknown format: zebra"),
         ({"json_schema": {"not": {"type": "null"}}}, 'json_schema: Unimplemented keys: \\["not"\\]'),
         ({"regex": "a(b"}, "regex: error: unclosed group"),
         ({"grammar": "start: nowhere"}, 'grammar: .*unknown name: "nowhere"'),

@@ -90,6 +90,29 @@ def test_random_stops_cut_as_a_search_does():
         assert "".join(found) in (ended if ended else [text])
 
 
+def test_stops_count_only_behind_the_tokens_that_may_not_stop():
+    """As vLLM does: a stop string that ends in the first tokens is text; one that only begins there cuts."""
+    chosen, spanning, ignored = random.Random(2), 0, 0
+    for _ in range(400):
+        tokens = encoded("".join(chosen.choice("abé🙂") for _ in range(chosen.randrange(1, 30))))
+        text, least = decode(TOKENIZER, tokens), chosen.randrange(0, 12)
+        free = len(decode(TOKENIZER, tokens[:least]).rstrip("\ufffd"))
+        stop = "".join(chosen.choice("abé🙂") for _ in range(chosen.randrange(1, 4)))
+        stream, found = TextStream(TOKENIZER, (stop,)), []
+        for number, token in enumerate(tokens, 1):
+            stream.push([token], may_stop=number > least)
+            found.append(stream.take(is_last=False))
+        stream.finish()
+        found.append(stream.take(is_last=True))
+        places = [at for at in range(len(text)) if text.startswith(stop, at) and at + len(stop) > free]
+        expected = text[: places[0]] if places and least < len(tokens) else text
+        assert "".join(found) == stream.text == expected
+        spanning += bool(places) and places[0] < free
+        ignored += stop in expected
+    assert spanning > 5
+    assert ignored > 20
+
+
 def test_a_possible_stop_is_handed_out_once_it_is_none():
     """What was held back is not lost."""
     found, stream = deltas(encoded("an EN and an E"), ("END",))
