@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 from click.testing import CliRunner
 
-from penstock import AsyncClient, Cancelled, Client, InvalidInput, JobHandle
+from penstock import AsyncClient, Cancelled, Client, Expired, InvalidInput, JobHandle
 from penstock.compose.cli import main
 from penstock.compose.views.top import compare, take_snapshot
 from penstock.registry.broker.redis_streams import RedisStreams
@@ -218,6 +218,33 @@ def test_cancelled_streams_give_their_seats_back(client: Client):
     prompts = [[token % 200 + 1 for token in range(start, start + LONG - 10)] for start in (0, 7)]
     found = client.generate("scribe", prompts, {"max_tokens": 2, "ignore_eos": True})
     assert [one["usage"].tolist() for one in found] == [[LONG - 10, 2, 0]] * 2
+
+
+def test_texts_end_at_their_deadline(client: Client, stage: Stage, worker: WorkerProcess):
+    """One runs, one waits in the engine for its seat, one waits in the queue: each ends as expired, and no page of them
+    is left. Other texts go on.
+    """
+    long = replace(GREEDY, max_tokens=LONG - 100)
+    jobs = [client.submit("scribe", {"prompt": "x"}, options=long, priority="low", deadline_s=5) for _ in range(3)]
+    wait_until(lambda: _begun(stage, jobs) == 2, PATIENCE_S, "both seats are taken")
+    urgent = client.submit("scribe", {"prompt": "now"}, options=long, priority="critical")
+    for job in jobs:
+        with pytest.raises(Expired):
+            job.result(PATIENCE_S)
+    kinds = [[event.type for event in job.stream(timeout=PATIENCE_S)] for job in jobs]
+    assert {ended[-1] for ended in kinds} == {"expired"}
+    assert sorted("chunk" in each for each in kinds) == [False, True, True]
+    assert urgent.status() == "running"
+    urgent.cancel()
+    with pytest.raises(Cancelled):
+        urgent.result(PATIENCE_S)
+
+    def is_empty() -> bool:
+        samples = Samples(worker)
+        taken = samples.total("penstock_generation_requests", model_name="scribe")
+        return taken == 0 and samples.total("penstock_pages", model_name="scribe", kind="used") == 0
+
+    wait_until(is_empty, PATIENCE_S, "no page is in use")
 
 
 def test_critical_job_takes_the_seat_of_a_running_low_one(client: Client, stage: Stage, worker: WorkerProcess):

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,6 +58,7 @@ from penstock.workers.generation.structure import StructureCompiler
 from penstock.workers.generation.text import TextStream
 from penstock.workers.generation.text_group import add_siblings, has_news, is_finished, members, output
 from penstock.workers.generation.token_rules import token_rules
+from penstock.workers.runtime.base import DeadlinePassed
 from penstock.workers.runtime.prepacked import PackedFailure
 from penstock.workers.runtime.torch_device import TorchDevice
 
@@ -240,15 +242,18 @@ class Engine:
         prompt: Prompt | ChatPrompt,
         params: SamplingParams,
         delivered: Delivered | None = None,
+        left_s: float | None = None,
     ) -> GenerationRequest:
         """A request for `admit`: checked, its prompt in tokens, its form compiled. For any thread, beside a step.
 
-        delivered: what another engine has delivered of it; this one computes the rest. Raises InvalidInput as
-        `add_request` does.
+        delivered: what another engine has delivered of it; this one computes the rest. left_s: seconds after which it
+        fails with DeadlinePassed, also while it waits. Raises InvalidInput as `add_request` does.
         """
+        expires_s = None if left_s is None else self._clock() + left_s
         request = self._request(request_id, prompt, params, is_streamed=True)
         if delivered is not None:
             request.resume(delivered)
+        request.expires_s = expires_s
         return request
 
     def admit(self, request: GenerationRequest, *, priority: PriorityName = "normal", tenant: str = "") -> None:
@@ -343,9 +348,16 @@ class Engine:
             self._finish(request.first, "error")
 
     def _end_late(self) -> None:
-        late = [each for each in self._timed.values() if (each.deadline_s or 0) <= self._clock()]
-        for request in late:
-            self._finish(request, "timeout")
+        if not self._timed:
+            return
+        now = self._clock()
+        for request in [*self._timed.values()]:
+            timeout_s, expires_s = _or_never(request.deadline_s), _or_never(request.expires_s)
+            if timeout_s <= min(now, expires_s):
+                self._finish(request, "timeout")
+            elif expires_s <= now:
+                request.failure = DeadlinePassed(has_begun=request.has_begun)
+                self._finish(request, "abort")
 
     # Requests
 
@@ -403,7 +415,7 @@ class Engine:
                 each.sequence.priority, each.sequence.tenant = int(level), tenant
                 self._requests[each.request_id] = each
             self._open[request.request_id] = request
-            if request.deadline_s is not None:
+            if request.deadline_s is not None or request.expires_s is not None:
                 self._timed[request.request_id] = request
             # The others follow when the prompt's pages can be shared.
             self.scheduler.add(request.sequence)
@@ -444,6 +456,10 @@ class Engine:
                 yield output(request)
         finally:
             self._drop([request])
+
+
+def _or_never(moment_s: float | None) -> float:
+    return inf if moment_s is None else moment_s
 
 
 def _config(config: Config | None, options: Mapping[str, Any]) -> Config:

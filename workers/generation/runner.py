@@ -132,7 +132,7 @@ class EngineRunner:
         Raises InvalidInput for a request that cannot run, and ModelNotReady after `stop`.
         """
         opened_at = self._clock()
-        request = self.engine.prepare(wish.request_id, wish.prompt, wish.params, wish.delivered)
+        request = self.engine.prepare(wish.request_id, wish.prompt, wish.params, wish.delivered, wish.left_s)
         if wish.delivered is not None:
             wish.resume()
         ticket = Ticket(wish, request, opened_at, self._leave)

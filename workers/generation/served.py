@@ -37,7 +37,7 @@ from penstock.workers.generation.backend import Backend, Delivered, Wish
 from penstock.workers.generation.chat import ChatPrompt, check_template
 from penstock.workers.generation.prompts import Prompt
 from penstock.workers.observe.metrics import GenerationFigures
-from penstock.workers.runtime.base import Prepared, StreamContext
+from penstock.workers.runtime.base import DeadlinePassed, Prepared, StreamContext
 from penstock.workers.runtime.loading import LoadOptions, NullContext, PackageRuntime
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["GenerateRuntime", "ResumableContext"]
 
 _LOOK_S: Final = 0.5
-"""A job that gets no output looks so often whether it was cancelled."""
+"""A job that gets no output looks so often whether it was cancelled, or its deadline has passed."""
 _PRECISIONS: Final = {"auto": "fp32", "fp32": "fp32", "bf16": "bf16"}
 _CONTENT: Final = "content_hash"
 _BEGUN: Final = "begun_ms"
@@ -63,6 +63,10 @@ class ResumableContext(StreamContext, Protocol):
     @property
     def now_ms(self) -> int:
         """Milliseconds by a clock that all workers share."""
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the deadline of the job; None: it has none."""
 
     def together(self) -> AbstractContextManager[None]:
         """Inside of it, the chunks of all jobs wait for one write at its end."""
@@ -295,13 +299,21 @@ class _Sink:
 def _whole(
     backend: Backend, wish: Wish, context: StreamContext
 ) -> Generator[dict[str, Array], None, RequestOutput | None]:
-    """Yields nothing. Returns the last output; None: the job was cancelled. Raises what ended the request."""
+    """Yields nothing. Returns the last output; None: the job was cancelled. Raises what ended the request.
+
+    Raises DeadlinePassed once the deadline of the job has passed.
+    """
+    if isinstance(context, ResumableContext):
+        wish = replace(wish, left_s=context.left_s)
     answer, turns = backend.open(wish), -1
     try:
         yield from ()
         while (output := answer.next(_LOOK_S)) is None or not output.finished:
             if context.is_cancelled:
                 return None
+            if isinstance(context, ResumableContext) and (context.left_s or 0.0) < -_LOOK_S:
+                # An engine ends its requests itself, before its next step.
+                raise DeadlinePassed(has_begun=True)
             # A backend whose turns stand still hangs, and the limit of the forward counts.
             if isinstance(context, ResumableContext) and backend.turns != turns:
                 context.alive()

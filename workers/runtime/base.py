@@ -19,11 +19,22 @@ import numpy as np
 from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import Array
 
-__all__ = ["Counted", "DeviceLost", "InstanceLost", "Prepared", "Runtime", "StreamContext", "concatenate"]
+__all__ = ["Counted", "DeadlinePassed", "DeviceLost", "InstanceLost", "Prepared", "Runtime", "StreamContext", "concatenate"]
 
 
 class DeviceLost(Exception):
     """The device runs no more forwards of this process: another process must take its place."""
+
+
+class DeadlinePassed(Exception):
+    """The deadline of a job that it bounds to its end has passed: the job ends as expired.
+
+    has_begun: whether the model has computed anything of it.
+    """
+
+    def __init__(self, *, has_begun: bool) -> None:
+        super().__init__("The deadline of the job has passed")
+        self.has_begun = has_begun
 
 
 class InstanceLost(DeviceLost):
