@@ -42,6 +42,7 @@ from penstock.workers.runtime.loading import LoadOptions, NullContext, PackageRu
 
 if TYPE_CHECKING:
     from penstock.workers.generation.outputs import ChatMessage, RequestOutput
+    from penstock.workers.generation.runner import EngineRunner
 
 __all__ = ["GenerateRuntime", "ResumableContext"]
 
@@ -99,6 +100,8 @@ class GenerateRuntime(PackageRuntime):
         self._cache_dir: Final = cache_dir
         self._gate: Final = gate
         self._backend: Backend | None = None
+        self._runner: EngineRunner | None = None
+        """The backend that is an engine of this process."""
         self._free_memory: Callable[[], None] = lambda: None
 
     def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
@@ -146,6 +149,12 @@ class GenerateRuntime(PackageRuntime):
     def take_figures(self) -> GenerationFigures | None:
         """The figures of the engine, with the times since the last call; None until it is loaded."""
         return None if self._backend is None else self._backend.take_figures()
+
+    @property
+    def room(self) -> int | None:
+        """For how many jobs the pages of its engine have room at a time; None: there is no engine. For any thread."""
+        runner = self._runner
+        return None if runner is None else runner.room
 
     def announced(self) -> ModelSpec:
         """The spec for those who submit jobs, with the most tokens for which the loaded engine has room."""
@@ -202,13 +211,13 @@ class GenerateRuntime(PackageRuntime):
             raise type(error)(f"{spec.reference}: {error}") from None
         finally:
             torch.set_num_threads(before)
-        self._backend = EngineRunner(engine, lambda: torch.set_num_threads(threads))
+        self._backend = self._runner = EngineRunner(engine, lambda: torch.set_num_threads(threads))
         self._free_memory = engine.decoder.device.release_memory
         weights = sum(one.numel() * one.element_size() for one in engine.decoder.model.parameters())
         return int(weights + engine.packing.expected_nbytes + engine.forwards.pools_nbytes)
 
     def _release(self) -> None:
-        backend, self._backend = self._backend, None
+        backend, self._backend, self._runner = self._backend, None, None
         if backend is not None:
             backend.stop()
             # Its tensors must be gone before their memory can be given back.

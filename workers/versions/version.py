@@ -351,6 +351,19 @@ class ServedVersion:
         """How many more jobs may wait for it. While it is not loaded: no more than its capacity."""
         return _NO_END if self.state is VersionState.READY else self.queue.free
 
+    @property
+    def free(self) -> int:
+        """Jobs that may be claimed for it now: of an engine, as many as have a seat, and pages."""
+        free, runtime = self.queue.free, self.runtime
+        if free and self.policy.seats and isinstance(runtime, GenerateRuntime) and (room := runtime.room) is not None:
+            return max(0, min(free, room - sum(version.queue.in_memory for version in self.with_sharing)))
+        return free
+
+    @property
+    def awaits_pages(self) -> bool:
+        """Whether its engine has a free seat, and no pages for one more job."""
+        return self.is_ready and self.queue.free > 0 and self.free == 0
+
     def is_named(self, name: str) -> bool:
         """Whether `name` is its label or, once it is loaded, the beginning of its content hash."""
         return is_name_of(name, self.label, self.content_hash)
@@ -549,7 +562,12 @@ class ServedModel:
     def free(self) -> int:
         """Jobs that may be claimed now."""
         active = self.active
-        return active.queue.free if active is not None and active.state in _CLAIMABLE else 0
+        return active.free if active is not None and active.state in _CLAIMABLE else 0
+
+    @property
+    def awaits_pages(self) -> bool:
+        """See ServedVersion.awaits_pages. No event tells when there are more."""
+        return self.active is not None and self.active.awaits_pages
 
     @property
     def free_for_urgent(self) -> tuple[int, int]:
