@@ -33,7 +33,7 @@ from penstock.workers import children
 from penstock.workers.batch_run import BatchRun, JobStream, JointAnswers, Outputs, forward_timeout
 from penstock.workers.job import ClaimedJob, inputs_of
 from penstock.workers.process.crash_journal import Journal, NullJournal
-from penstock.workers.runtime.base import DeadlinePassed, DeviceLost, InstanceLost, Prepared
+from penstock.workers.runtime.base import DeadlinePassed, DeviceLost, InstanceLost, Prepared, TooLongHere
 from penstock.workers.runtime.closing import close_stream
 from penstock.workers.runtime.tracebacks import (
     FAILURE_CHARACTERS,
@@ -485,6 +485,9 @@ def _streamed(
         return next((_not_finite(name) for name in finite if not _is_finite(outputs, name)), outputs)
     except DeviceLost:
         raise
+    except TooLongHere as refusal:
+        run.num_tokens_needed = refusal.num_tokens
+        return Failure("InputRefused", str(refusal))
     except DeadlinePassed as end:
         return _STOPPED if context.is_cancelled else _LATE if end.has_begun else EXPIRED
     except BaseException as error:  # as in _run

@@ -48,7 +48,7 @@ from penstock.workers.generation.pages import PagePool
 from penstock.workers.generation.pool_size import pool_pages
 from penstock.workers.generation.prefix_cache import PrefixCache
 from penstock.workers.generation.probe import Proof, probe
-from penstock.workers.generation.prompts import Prompt, PromptReader
+from penstock.workers.generation.prompts import Prompt, PromptReader, TooManyTokens
 from penstock.workers.generation.request import GenerationRequest
 from penstock.workers.generation.sampler import Sampled, is_free_of_host
 from penstock.workers.generation.scheduler import Chunk, Scheduler
@@ -398,9 +398,10 @@ class Engine:
     def _check_fits(self, prompt: int, most: int) -> None:
         # The last token is never computed.
         if (needed := self.pages.pages_for(prompt + most - 1)) > self.pages.num_usable:
-            raise InvalidInput(
+            raise TooManyTokens(
                 f"Found a prompt of {prompt} tokens and max_tokens {most}, which take {needed} pages, expected at most "
-                f"{self.pages.num_usable} (kv_cache_mb)"
+                f"{self.pages.num_usable} (kv_cache_mb)",
+                prompt + most,
             )
 
     def _start(self, request: GenerationRequest, priority: str, tenant: str) -> GenerationRequest:

@@ -35,9 +35,9 @@ from penstock.safety.orchestrator import SafetyOrchestrator, Subject
 from penstock.workers.generation.acceleration_gate import AccelerationGate
 from penstock.workers.generation.backend import Backend, Delivered, Wish
 from penstock.workers.generation.chat import ChatPrompt, check_template
-from penstock.workers.generation.prompts import Prompt
+from penstock.workers.generation.prompts import Prompt, TooManyTokens
 from penstock.workers.observe.metrics import GenerationFigures
-from penstock.workers.runtime.base import DeadlinePassed, Prepared, StreamContext
+from penstock.workers.runtime.base import DeadlinePassed, Prepared, StreamContext, TooLongHere
 from penstock.workers.runtime.loading import LoadOptions, NullContext, PackageRuntime
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class GenerateRuntime(PackageRuntime):
     ) -> Generator[dict[str, Array], None, dict[str, Array]]:
         """Nothing, then the whole text: chunks with new text and tokens go to the context from another thread.
 
-        Raises NonFiniteOutput where logits are not finite.
+        Raises NonFiniteOutput where logits are not finite, and TooLongHere for more tokens than have room.
         """
         backend = self._loaded
         try:
@@ -143,6 +143,8 @@ class GenerateRuntime(PackageRuntime):
         try:
             output = yield from _whole(backend, wish, context)
             return {} if output is None else self._answer(output, prompt, context.job_id)
+        except TooManyTokens as error:
+            raise TooLongHere(str(error), error.num_tokens) from None
         except InvalidInput as error:
             raise InputRefused(str(error)) from None
 
@@ -156,10 +158,18 @@ class GenerateRuntime(PackageRuntime):
         runner = self._runner
         return None if runner is None else runner.room
 
-    def announced(self) -> ModelSpec:
-        """The spec for those who submit jobs, with the most tokens for which the loaded engine has room."""
-        most = None if self._backend is None else self._backend.most_tokens
-        return self.spec if most is None else with_limit(self.spec, most)
+    @property
+    def most_tokens(self) -> int | None:
+        """Of a prompt and its text, as many as the loaded engine has room for; None: it is not known."""
+        return None if self._backend is None else self._backend.most_tokens
+
+    def announced(self, most: int = 0) -> ModelSpec:
+        """The spec for those who submit jobs, with the most tokens for which an engine has room.
+
+        most: of all workers; 0: this engine counts.
+        """
+        own = self.most_tokens
+        return self.spec if own is None else with_limit(self.spec, most or own)
 
     @property
     def _loaded(self) -> Backend:

@@ -19,7 +19,28 @@ import numpy as np
 from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import Array
 
-__all__ = ["Counted", "DeadlinePassed", "DeviceLost", "InstanceLost", "Prepared", "Runtime", "StreamContext", "concatenate"]
+__all__ = [
+    "Counted",
+    "DeadlinePassed",
+    "DeviceLost",
+    "InstanceLost",
+    "Prepared",
+    "Runtime",
+    "StreamContext",
+    "TooLongHere",
+    "concatenate",
+]
+
+
+class TooLongHere(Exception):
+    """The model of this worker has no room for the job, and that of another one may have.
+
+    num_tokens: how many tokens it needs, at least.
+    """
+
+    def __init__(self, message: str, num_tokens: int) -> None:
+        super().__init__(message)
+        self.num_tokens = num_tokens
 
 
 class DeviceLost(Exception):

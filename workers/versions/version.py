@@ -144,6 +144,8 @@ class ServedVersion:
         """The problem of the last load that failed, also while it is tried again."""
         self.last_hash = ""
         """The content hash of the last load."""
+        self._announced_tokens = 0
+        """The limit in its spec; 0: that of its own engine."""
         self.is_wanted = False
         """Whether an operator asked for the version to be loaded."""
         self.used_at = 0.0
@@ -222,9 +224,22 @@ class ServedVersion:
 
     @cached_property
     def spec_json(self) -> bytes:
-        """The spec as workers announce it, again and again; see ModelSpec.to_json. A load may lower its limits."""
+        """The spec as workers announce it, again and again; see ModelSpec.to_json. A load may change its limits."""
         runtime = self.runtime
-        return (runtime.announced() if isinstance(runtime, GenerateRuntime) else self.spec).to_json()
+        spec = runtime.announced(self._announced_tokens) if isinstance(runtime, GenerateRuntime) else self.spec
+        return spec.to_json()
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a prompt and its text, as many as its loaded engine has room for; 0: it has none, or it is not known."""
+        runtime = self.runtime
+        return (isinstance(runtime, GenerateRuntime) and self.is_ready and runtime.most_tokens) or 0
+
+    def announce_limit(self, most_tokens: int) -> None:
+        """The spec names this limit from now on, which is that of another worker; 0: that of the own engine."""
+        if most_tokens != self._announced_tokens:
+            self._announced_tokens = most_tokens
+            self.__dict__.pop("spec_json", None)
 
     @property
     def content_hash(self) -> str:

@@ -79,7 +79,7 @@ def test_texts_that_wait_take_the_room_of_later_ones(engine: Engine):
 
 
 def test_a_shared_beginning_takes_room_once(engine: Engine):
-    """Of five pages at the end of a text, two are those of the first one: there is room for five texts, not for four."""
+    """Of five pages at the end of a text, two are those of the first one: five texts have room, not four."""
     counted = Counted(engine)
     (prompt,) = prompts_of(17)
     counted.add(prompt)

@@ -103,7 +103,9 @@ def test_a_request_whose_deadline_passes_fails_before_the_next_step():
     assert all(isinstance(failure, DeadlinePassed) for failure in failures.values())
     begun = {name: failure.has_begun for name, failure in failures.items() if isinstance(failure, DeadlinePassed)}
     assert begun == {"runs": True, "preempted": True, "waits": False}
-    assert {name: requests[name].num_generated for name in written} == written == {"runs": 4, "preempted": 3, "waits": 0}
+    assert (
+        {name: requests[name].num_generated for name in written} == written == {"runs": 4, "preempted": 3, "waits": 0}
+    )
     assert (requests["early"].finish_reason, requests["early"].failure) == ("timeout", None)
     assert tuple(urgent.token_ids) == tuple(requests["free"].token_ids) == whole
     assert engine.stats().pages_used == 0
