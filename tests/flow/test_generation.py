@@ -296,6 +296,19 @@ def test_figures_of_the_engine_are_on_the_metrics_page(client: Client, worker: W
     assert samples.total("penstock_generation_predicted_wait_seconds", model_name="writer") == 0
 
 
+def test_tenants_share_no_prefix(client: Client):
+    """The same prompt of two tenants: each finds what it has computed itself, and nothing of the other one."""
+    prompt = [number % 240 + 7 for number in range(100)]
+
+    def cached(tenant: str) -> int:
+        job = client.submit(
+            "writer", {"prompt_token_ids": prompt}, options={"max_tokens": 3, "ignore_eos": True}, tenant=tenant
+        )
+        return int(job.result(PATIENCE_S)["usage"][2])
+
+    assert [cached(tenant) for tenant in ("acme", "acme", "other", "other")] == [0, 96, 0, 96]
+
+
 def test_top_shows_the_engine(client: Client, stage: Stage):
     """The figures of a running engine come with its worker's report, and rates from the difference of two of them."""
     with closing(RedisStreams.from_url(stage.server.url)) as broker:

@@ -46,7 +46,8 @@ def announced_at_load(broker: Broker, version: ServedVersion) -> None:
 def follow_limits(broker: Broker, models: Mapping[str, ServedModel]) -> None:
     """Announce the largest limit of all live workers, where the announced one is another. For the lease thread.
 
-    The spec of a promoted version stays as it is. Raises BrokerUnavailable.
+    The spec of a promoted version stays as it is, and so does all where reports cannot be read. Raises
+    BrokerUnavailable.
     """
     engines = [
         model.active for model in tuple(models.values()) if model.deployment is None and model.active is not None
@@ -54,7 +55,12 @@ def follow_limits(broker: Broker, models: Mapping[str, ServedModel]) -> None:
     engines = [version for version in engines if version.most_tokens]
     if not engines:
         return
-    limits = limits_in(broker.workers())
+    try:
+        limits = limits_in(broker.workers())
+    except BrokerUnavailable as error:
+        # A worker without the right to read reports goes on with all else.
+        logger.debug("the reports of other workers cannot be read: %s", error)
+        return
     for version in engines:
         most = max(version.most_tokens, limits.get((version.name, version.label), 0))
         version.announce_limit(most)
