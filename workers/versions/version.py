@@ -369,10 +369,23 @@ class ServedVersion:
     @property
     def free(self) -> int:
         """Jobs that may be claimed for it now: of an engine, as many as have a seat, and pages."""
-        free, runtime = self.queue.free, self.runtime
-        if free and self.policy.seats and isinstance(runtime, GenerateRuntime) and (room := runtime.room) is not None:
-            return max(0, min(free, room - sum(version.queue.in_memory for version in self.with_sharing)))
-        return free
+        free = self.queue.free
+        return free if not free or (left := self._pages_left) is None else max(0, min(free, left))
+
+    @property
+    def free_for_urgent(self) -> tuple[int, int]:
+        """See VersionQueue.free_for_urgent. Beyond the pages, no more jobs may come in than beyond the seats."""
+        free, least = self.queue.free_for_urgent
+        if free and (left := self._pages_left) is not None:
+            free = min(free, left + self.policy.concurrency - self.policy.seats)
+        return (free, least) if free > 0 else (0, 0)
+
+    @property
+    def _pages_left(self) -> int | None:
+        """For how many more jobs its engine has pages, below zero for too many jobs; None: it has no engine."""
+        runtime = self.runtime
+        room = runtime.room if self.policy.seats and isinstance(runtime, GenerateRuntime) else None
+        return None if room is None else room - sum(version.queue.in_memory for version in self.with_sharing)
 
     @property
     def awaits_pages(self) -> bool:
@@ -588,7 +601,7 @@ class ServedModel:
     def free_for_urgent(self) -> tuple[int, int]:
         """See VersionQueue.free_for_urgent."""
         active = self.active
-        return active.queue.free_for_urgent if active is not None and active.is_ready else (0, 0)
+        return active.free_for_urgent if active is not None and active.is_ready else (0, 0)
 
     def answers(self, version: ServedVersion) -> bool:
         """Whether jobs that name no version may come to this version now."""
