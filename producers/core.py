@@ -140,7 +140,8 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         inputs: name -> NumPy array, or nested lists. Text is str in lists; one str is one row. Numbers of another dtype
         than the declared one are converted where each keeps its meaning; a float is rounded.
         priority: critical, high, normal or low.
-        deadline_s: seconds from now after which the job must not start. None means no deadline.
+        deadline_s: seconds from now after which the job must not start, and a generated text must have ended. None
+        means no deadline.
         idempotency_key: a second submit with this key and the same model, version and inputs returns the first job.
         tenant, version: None means the client's tenant and the active version of the model.
         outputs: the names of the requested outputs. Empty means all.

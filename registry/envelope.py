@@ -164,7 +164,7 @@ class JobHeader(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     version: str = ""
     """Empty: the active version."""
     deadline_ms: int = 0
-    """The job must start within these milliseconds after its acceptance; 0: no deadline."""
+    """The job must start within these milliseconds after its acceptance, and a text must end; 0: no deadline."""
     reply: str = ""
     idempotency_digest: str = ""
     """Digest of (tenant, idempotency key); empty when the producer gave no key. See registry/admission.py."""

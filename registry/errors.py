@@ -301,7 +301,7 @@ class Cancelled(JobFailed):
 
 
 class Expired(JobFailed):
-    """The deadline or the job's lifetime passed before it ran."""
+    """The deadline or the job's lifetime passed before it ran, or the deadline before its text had ended."""
 
 
 class JobLost(PenstockError, LookupError):

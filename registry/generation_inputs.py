@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.registry.chat_messages import checked_messages, checked_tools
 from penstock.registry.errors import InvalidInput, described, shown
-from penstock.registry.package.generation import MESSAGES, MOST_TOKENS, PROMPT, SAMPLING, TOKEN_IDS, TOOLS
+from penstock.registry.package.generation import MESSAGES, PROMPT, SAMPLING, TOKEN_IDS, TOOLS
 from penstock.registry.package.text_server import check_obeyed
 from penstock.registry.sampling_params import SamplingParams
 
@@ -87,9 +87,9 @@ def checked(spec: ModelSpec, inputs: Mapping[str, object]) -> dict[str, object]:
 
 
 def with_limit(spec: ModelSpec, most_tokens: int) -> ModelSpec:
-    """The spec of a model that has room for so many tokens of a prompt and its text, where that is the lower limit."""
+    """The spec of a model that has room for so many tokens of a prompt and its text."""
     generate = spec.generate
-    if generate is None or (generate.max_model_len or MOST_TOKENS) <= most_tokens:
+    if generate is None or generate.max_model_len == most_tokens:
         return spec
     return spec.model_copy(update={"generate": generate.model_copy(update={"max_model_len": most_tokens})})
 

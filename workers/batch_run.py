@@ -110,6 +110,8 @@ class BatchRun:
     """Of all its answers."""
     tokens: int = 0
     padded_tokens: int = 0
+    num_tokens_needed: int = 0
+    """More than the model has room for here, of a job that another worker may have room for."""
     prepared: Prepared | None = None
     is_prepared: threading.Event | None = None
     """Set by the prepare thread, for a batch that it prepares."""

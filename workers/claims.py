@@ -267,12 +267,12 @@ class Claimer:
 
     @property
     def has_room(self) -> bool:
-        """Whether any model may get more jobs now."""
+        """Whether any model may get more jobs now, or as soon as its engine has pages for them."""
         if self._most_jobs <= len(self._leased):
             return False
         credit_bytes = self._byte_credit()
         return any(
-            (model.free > 0 or model.free_for_urgent[0] > 0) and credit_bytes.room(name) > 0
+            (model.free > 0 or model.free_for_urgent[0] > 0 or model.awaits_pages) and credit_bytes.room(name) > 0
             for name, model in self._models.items()
         )
 

@@ -1,6 +1,7 @@
 """Ended runs -> another try, or a sealed commit -> settled.
 
     collect: a run that ended -> an outcome per job; those with large results wait for their turns
+             a job of more tokens than have room here -> take_too_long
     seal:    outcomes -> commits;  a failed try with tries left -> NextTry;  a follower without an answer -> Rejoin
              a failed job whose policy names another version -> FallBack
     settle:  the broker's answer -> the committed jobs leave this worker's memory
@@ -139,6 +140,8 @@ class Completer:
         self._clock = clock
         self._jitter = jitter
         self._outcomes: list[JobOutcome] = []
+        self._too_long: list[JobOutcome] = []
+        """Of jobs with more tokens than have room here. Another worker may have room for them."""
         self._unsent = UnsentOutcomes()
         self._committed_parts: defaultdict[BatchRun, list[JobOutcome]] = defaultdict(list)
         """Of the batches that are committed in part."""
@@ -159,6 +162,7 @@ class Completer:
         """Whether there is something to seal or to commit."""
         return bool(
             self._outcomes
+            or self._too_long
             or self._joint
             or self._cached
             or self._uncommitted
@@ -195,12 +199,23 @@ class Completer:
                     version.queue.cap_batches(too_large, self._clock())
             if run.output_bytes or version.queue.row_bytes:
                 version.queue.learn_results(run.batch, run.output_bytes)
-            if run.output_bytes > TURN_BYTES:
+            if run.num_tokens_needed:
+                self._too_long += _outcomes_of(run)
+            elif run.output_bytes > TURN_BYTES:
                 self._unsent.add(_outcomes_of(run))
             elif isinstance(run.answers, JointAnswers):
                 self._joint.append(run)
             else:
                 self._outcomes += _outcomes_of(run)
+
+    def take_too_long(self) -> list[JobOutcome]:
+        """The outcomes of jobs that are too long for this worker. `add` those that no other one has room for."""
+        outcomes, self._too_long = self._too_long, []
+        return outcomes
+
+    def keep_too_long(self, outcomes: Iterable[JobOutcome]) -> None:
+        """These could not be handed over yet: `take_too_long` returns them again."""
+        self._too_long += outcomes
 
     def add(self, outcome: JobOutcome) -> None:
         """A job ended without a run."""

@@ -398,6 +398,7 @@ class Drain:
         """Commit what has ended, and claim: one round trip. Returns whether jobs may have moved."""
         if not (claims or self._completer.has_work):
             return False
+        self._hand_over_long()
         self._apply_retries(self._completer.seal())
         commits = self._completer.commits
         if not (commits or claims):
@@ -429,6 +430,28 @@ class Drain:
                 # Too many wait already: they would keep out jobs that have not failed.
                 pause_s = 0.0
             self._backlog.delay(version, job, self._clock() + pause_s)
+
+    def _hand_over_long(self) -> None:
+        """Jobs with too many tokens for this worker go to those with the most room. Where none has enough, they fail.
+
+        Raises BrokerUnavailable, and then keeps the jobs.
+        """
+        outcomes = deque(self._completer.take_too_long())
+        while outcomes:
+            outcome = outcomes.popleft()
+            job, version, run = outcome.job, outcome.version, outcome.run
+            receiver = ""
+            if version is not None and run is not None and not (job.is_lost or job.is_cancelled):
+                receiver = self.parts.placement.receiver_with_room(version, run.num_tokens_needed)
+            if version is None or not receiver:
+                self._completer.add(outcome)
+                continue
+            try:
+                self.parts.releaser.hand_over([job], version.name, receiver)
+            except BrokerUnavailable:
+                self._completer.keep_too_long([outcome, *outcomes])
+                raise
+            version.queue.release(job)
 
     def _fall_back(self, failed: FallBack) -> None:
         """The job becomes one of the version that its policy names. Where that is not here, it ends as it failed."""

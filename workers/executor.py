@@ -28,11 +28,12 @@ import numpy as np
 from penstock.registry.envelope import Failure
 from penstock.registry.errors import JobFailed, NonFiniteOutput
 from penstock.registry.tensors import encoded_size
+from penstock.registry.unrun import EXPIRED
 from penstock.workers import children
 from penstock.workers.batch_run import BatchRun, JobStream, JointAnswers, Outputs, forward_timeout
 from penstock.workers.job import ClaimedJob, inputs_of
 from penstock.workers.process.crash_journal import Journal, NullJournal
-from penstock.workers.runtime.base import DeviceLost, InstanceLost, Prepared
+from penstock.workers.runtime.base import DeadlinePassed, DeviceLost, InstanceLost, Prepared, TooLongHere
 from penstock.workers.runtime.closing import close_stream
 from penstock.workers.runtime.tracebacks import (
     FAILURE_CHARACTERS,
@@ -53,6 +54,7 @@ _MOST_THREADS: Final = 16
 """`grow` makes no more: each model thread has a seat in the journal, and the file of the journal does not grow."""
 _PREPARE_SEAT: Final = 0
 _STOPPED = Failure("Cancelled", "The job was cancelled while it ran")
+_LATE = Failure("Expired", "The job's deadline passed while it ran")
 
 
 def seats_for(threads: int) -> int:
@@ -483,6 +485,11 @@ def _streamed(
         return next((_not_finite(name) for name in finite if not _is_finite(outputs, name)), outputs)
     except DeviceLost:
         raise
+    except TooLongHere as refusal:
+        run.num_tokens_needed = refusal.num_tokens
+        return Failure("InputRefused", str(refusal))
+    except DeadlinePassed as end:
+        return _STOPPED if context.is_cancelled else _LATE if end.has_begun else EXPIRED
     except BaseException as error:  # as in _run
         failure = _failure(run, error, job)
         # A model may raise in order to end: the client has asked for that.

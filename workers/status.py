@@ -31,6 +31,7 @@ from penstock.workers.shadow.mirror import Mirror
 from penstock.workers.telemetry import BatchTelemetry
 from penstock.workers.versions.arm_counts import ArmCounts
 from penstock.workers.versions.lifecycle import ModelLifecycle
+from penstock.workers.versions.token_limits import follow_limits
 from penstock.workers.versions.tuner import Tuner
 
 __all__ = ["StatusReporter", "WorkerIdentity"]
@@ -158,6 +159,7 @@ class StatusReporter:
         for name in names:
             self._broker.report_keys(name, self._key_report, _KEYS_TTL_MS)
         self._lifecycle.announce_again(replaces=self._must_replace)
+        follow_limits(self._broker, self._lifecycle.models)
         self._must_replace = False
 
     def _write_counts(self) -> None:

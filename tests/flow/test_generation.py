@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 from click.testing import CliRunner
 
-from penstock import AsyncClient, Cancelled, Client, InvalidInput, JobHandle
+from penstock import AsyncClient, Cancelled, Client, Expired, InvalidInput, JobHandle
 from penstock.compose.cli import main
 from penstock.compose.views.top import compare, take_snapshot
 from penstock.registry.broker.redis_streams import RedisStreams
@@ -220,6 +220,33 @@ def test_cancelled_streams_give_their_seats_back(client: Client):
     assert [one["usage"].tolist() for one in found] == [[LONG - 10, 2, 0]] * 2
 
 
+def test_texts_end_at_their_deadline(client: Client, stage: Stage, worker: WorkerProcess):
+    """One runs, one waits in the engine for its seat, one waits in the queue: each ends as expired, and no page of them
+    is left. Other texts go on.
+    """
+    long = replace(GREEDY, max_tokens=LONG - 100)
+    jobs = [client.submit("scribe", {"prompt": "x"}, options=long, priority="low", deadline_s=5) for _ in range(3)]
+    wait_until(lambda: _begun(stage, jobs) == 2, PATIENCE_S, "both seats are taken")
+    urgent = client.submit("scribe", {"prompt": "now"}, options=long, priority="critical")
+    for job in jobs:
+        with pytest.raises(Expired):
+            job.result(PATIENCE_S)
+    kinds = [[event.type for event in job.stream(timeout=PATIENCE_S)] for job in jobs]
+    assert {ended[-1] for ended in kinds} == {"expired"}
+    assert sorted("chunk" in each for each in kinds) == [False, True, True]
+    assert urgent.status() == "running"
+    urgent.cancel()
+    with pytest.raises(Cancelled):
+        urgent.result(PATIENCE_S)
+
+    def is_empty() -> bool:
+        samples = Samples(worker)
+        taken = samples.total("penstock_generation_requests", model_name="scribe")
+        return taken == 0 and samples.total("penstock_pages", model_name="scribe", kind="used") == 0
+
+    wait_until(is_empty, PATIENCE_S, "no page is in use")
+
+
 def test_critical_job_takes_the_seat_of_a_running_low_one(client: Client, stage: Stage, worker: WorkerProcess):
     """ES-015: both seats run low jobs. The critical one ends while they run, and the victim goes on with its text."""
     low = replace(GREEDY, max_tokens=LONG // 2)
@@ -267,6 +294,19 @@ def test_figures_of_the_engine_are_on_the_metrics_page(client: Client, worker: W
     steps = samples.total("penstock_generation_steps_total", model_name="writer")
     assert steps <= samples.total("penstock_generation_rows_total", model_name="writer") <= 4 * steps
     assert samples.total("penstock_generation_predicted_wait_seconds", model_name="writer") == 0
+
+
+def test_tenants_share_no_prefix(client: Client):
+    """The same prompt of two tenants: each finds what it has computed itself, and nothing of the other one."""
+    prompt = [number % 240 + 7 for number in range(100)]
+
+    def cached(tenant: str) -> int:
+        job = client.submit(
+            "writer", {"prompt_token_ids": prompt}, options={"max_tokens": 3, "ignore_eos": True}, tenant=tenant
+        )
+        return int(job.result(PATIENCE_S)["usage"][2])
+
+    assert [cached(tenant) for tenant in ("acme", "acme", "other", "other")] == [0, 96, 0, 96]
 
 
 def test_top_shows_the_engine(client: Client, stage: Stage):

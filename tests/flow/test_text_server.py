@@ -14,7 +14,7 @@ import httpx
 import pytest
 import yaml
 
-from penstock import Client, InvalidInput, ModelError
+from penstock import Client, Expired, InvalidInput, ModelError
 from penstock.registry.queues import events_key
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.engine import Engine
@@ -167,6 +167,22 @@ def test_cancelled_job_ends_at_the_server(client: Client, stage: Stage):
     wait_until(lambda: running() == 0, PATIENCE_S, "the server's engine runs nothing")
     tokens = Samples(stage.writer).total("penstock_tokens_total", model_name="scribe", kind="generated")
     assert tokens < LONG - 10
+
+
+def test_text_of_a_server_ends_at_the_deadline(client: Client, stage: Stage):
+    """As one of an engine: the job is expired, and the server has nothing left to write."""
+    params = replace(GREEDY, max_tokens=LONG - 100)
+    job = client.submit("long-relay", {"prompt": "x"}, options=params, deadline_s=3)
+    kinds = [event.type for event in job.stream(timeout=PATIENCE_S)]
+    assert kinds[-1] == "expired"
+    assert "chunk" in kinds
+    with pytest.raises(Expired, match="passed while it ran"):
+        job.result(PATIENCE_S)
+
+    def is_idle() -> bool:
+        return not Samples(stage.writer).total("penstock_generation_requests", model_name="scribe")
+
+    wait_until(is_idle, PATIENCE_S, "the engine of the server is free")
 
 
 @pytest.mark.parametrize("key", [None, "kept"])

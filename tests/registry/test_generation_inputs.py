@@ -74,10 +74,10 @@ def test_what_is_no_row_of_tokens_is_refused(tokens: Any):
         spec().signature.check(checked(spec(), {"prompt_token_ids": tokens}))
 
 
-def test_a_lower_limit_travels_with_the_spec():
-    """What the engine has room for counts, where it is less than the package says, or the package says nothing."""
-    assert with_limit(spec(256), 300).generate == spec(256).generate
-    for found in (with_limit(spec(256), 100), with_limit(spec(None), 100)):
+def test_the_limit_of_engines_travels_with_the_spec():
+    """It takes the place of what the package says, also where it is that of an engine with more room."""
+    assert with_limit(spec(256), 256) == spec(256)
+    for found in (with_limit(spec(256), 100), with_limit(spec(None), 100), with_limit(spec(50), 100)):
         again = ModelSpec.from_json(found.to_json())
         assert again.generate is not None
         assert again.generate.max_model_len == 100

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock import Cancelled, Client, ModelError, NonFiniteOutput
+from penstock import Cancelled, Client, Expired, InputRefused, ModelError, NonFiniteOutput
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import Array
 from penstock.testing import Model
+from penstock.workers.runtime.base import DeadlinePassed, TooLongHere
 
 PATIENCE_S = 30.0
 Ending = Callable[[Any], None]
@@ -90,6 +91,32 @@ def test_stream_that_raises_fails_with_the_chunks_before_it(error: BaseException
         with pytest.raises(ModelError, match=f"^{type(error).__name__}"):
             job.result(PATIENCE_S)
         assert submit(client, "raising", 0).result(PATIENCE_S) == {}
+
+
+@pytest.mark.parametrize(
+    ("end", "error", "message"),
+    [
+        (DeadlinePassed(has_begun=True), Expired, "The job's deadline passed while it ran"),
+        (DeadlinePassed(has_begun=False), Expired, "The job's deadline or lifetime had passed before it ran"),
+        (TooLongHere("Found 9 tokens, expected at most 8", 9), InputRefused, "Found 9 tokens, expected at most 8"),
+    ],
+    ids=["late", "late before it began", "too long for all workers"],
+)
+def test_stream_that_its_runtime_ends(end: Exception, error: type[Exception], message: str):
+    """With an error of its own, and no traceback of a model."""
+
+    def stream(inputs: Mapping[str, Array], ctx: Any) -> Iterator[Any]:
+        yield {"n": np.array([7])}
+        if inputs["count"][0]:
+            raise end
+
+    with Client.in_memory({"ending": stream}) as client:
+        job = submit(client, "ending", 1)
+        with pytest.raises(error) as found:
+            job.result(PATIENCE_S)
+        assert str(found.value) == message
+        assert job.status() == ("expired" if error is Expired else "failed")
+        assert submit(client, "ending", 0).result(PATIENCE_S) == {}
 
 
 def test_refused_chunk_fails_a_job_whose_model_goes_on():

@@ -54,6 +54,9 @@ class Wish:
     resume: Callable[[], None] = _ignore
     """Called once, before the first output, where the outputs to come continue what was delivered. Else they begin
     anew."""
+    left_s: float | None = None
+    """Seconds from now until the deadline of the job; None: it has none. An engine then ends the request with
+    DeadlinePassed, whether it waits or runs."""
     sink: Callable[[RequestOutput], bool] | None = None
     """Called with each output. It returns whether the job's own thread is to look, and its error ends the request."""
     together: Callable[[], AbstractContextManager[None]] = nullcontext

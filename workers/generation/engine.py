@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 
@@ -47,7 +48,7 @@ from penstock.workers.generation.pages import PagePool
 from penstock.workers.generation.pool_size import pool_pages
 from penstock.workers.generation.prefix_cache import PrefixCache
 from penstock.workers.generation.probe import Proof, probe
-from penstock.workers.generation.prompts import Prompt, PromptReader
+from penstock.workers.generation.prompts import Prompt, PromptReader, TooManyTokens
 from penstock.workers.generation.request import GenerationRequest
 from penstock.workers.generation.sampler import Sampled, is_free_of_host
 from penstock.workers.generation.scheduler import Chunk, Scheduler
@@ -57,6 +58,7 @@ from penstock.workers.generation.structure import StructureCompiler
 from penstock.workers.generation.text import TextStream
 from penstock.workers.generation.text_group import add_siblings, has_news, is_finished, members, output
 from penstock.workers.generation.token_rules import token_rules
+from penstock.workers.runtime.base import DeadlinePassed
 from penstock.workers.runtime.prepacked import PackedFailure
 from penstock.workers.runtime.torch_device import TorchDevice
 
@@ -244,15 +246,18 @@ class Engine:
         prompt: Prompt | ChatPrompt,
         params: SamplingParams,
         delivered: Delivered | None = None,
+        left_s: float | None = None,
     ) -> GenerationRequest:
         """A request for `admit`: checked, its prompt in tokens, its form compiled. For any thread, beside a step.
 
-        delivered: what another engine has delivered of it; this one computes the rest. Raises InvalidInput as
-        `add_request` does.
+        delivered: what another engine has delivered of it; this one computes the rest. left_s: seconds after which it
+        fails with DeadlinePassed, also while it waits. Raises InvalidInput as `add_request` does.
         """
+        expires_s = None if left_s is None else self._clock() + left_s
         request = self._request(request_id, prompt, params, is_streamed=True)
         if delivered is not None:
             request.resume(delivered)
+        request.expires_s = expires_s
         return request
 
     def admit(self, request: GenerationRequest, *, priority: PriorityName = "normal", tenant: str = "") -> None:
@@ -347,9 +352,16 @@ class Engine:
             self._finish(request.first, "error")
 
     def _end_late(self) -> None:
-        late = [each for each in self._timed.values() if (each.deadline_s or 0) <= self._clock()]
-        for request in late:
-            self._finish(request, "timeout")
+        if not self._timed:
+            return
+        now = self._clock()
+        for request in [*self._timed.values()]:
+            timeout_s, expires_s = _or_never(request.deadline_s), _or_never(request.expires_s)
+            if timeout_s <= min(now, expires_s):
+                self._finish(request, "timeout")
+            elif expires_s <= now:
+                request.failure = DeadlinePassed(has_begun=request.has_begun)
+                self._finish(request, "abort")
 
     # Requests
 
@@ -390,9 +402,10 @@ class Engine:
     def _check_fits(self, prompt: int, most: int) -> None:
         # The last token is never computed.
         if (needed := self.pages.pages_for(prompt + most - 1)) > self.pages.num_usable:
-            raise InvalidInput(
+            raise TooManyTokens(
                 f"Found a prompt of {prompt} tokens and max_tokens {most}, which take {needed} pages, expected at most "
-                f"{self.pages.num_usable} (kv_cache_mb)"
+                f"{self.pages.num_usable} (kv_cache_mb)",
+                prompt + most,
             )
 
     def _start(self, request: GenerationRequest, priority: str, tenant: str) -> GenerationRequest:
@@ -407,7 +420,7 @@ class Engine:
                 each.sequence.priority, each.sequence.tenant = int(level), tenant
                 self._requests[each.request_id] = each
             self._open[request.request_id] = request
-            if request.deadline_s is not None:
+            if request.deadline_s is not None or request.expires_s is not None:
                 self._timed[request.request_id] = request
             # The others follow when the prompt's pages can be shared.
             self.scheduler.add(request.sequence)
@@ -449,6 +462,10 @@ class Engine:
                 yield output(request)
         finally:
             self._drop([request])
+
+
+def _or_never(moment_s: float | None) -> float:
+    return inf if moment_s is None else moment_s
 
 
 def _config(config: Config | None, options: Mapping[str, Any]) -> Config:

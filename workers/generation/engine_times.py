@@ -1,7 +1,8 @@
 """Times and lengths of late of one engine: the runner's thread notes them, the thread that reports takes them.
 
 step, first token, later tokens, end of a text --> EngineTimes --> times of tokens since the last report
-                                                               '-> seconds until a seat is free: predicted_wait
+                                                               |-> seconds until a seat is free: predicted_wait
+                                                               '-> requests for which the pages have room
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from penstock.workers.generation.config import SchedulerConfig
+from penstock.workers.generation.pages import PagePool
 from penstock.workers.generation.predicted_wait import EngineLoad, TextAhead, steps_to_seat
 from penstock.workers.generation.request import GenerationRequest
 from penstock.workers.generation.scheduler import Scheduler, Sequence
-from penstock.workers.generation.text_group import members
+from penstock.workers.generation.text_group import is_finished, members
 
 __all__ = ["EngineTimes", "Measured"]
 
@@ -51,6 +53,8 @@ class EngineTimes:
         self._text_steps: Final[deque[int]] = deque(maxlen=_TEXTS)
         self._written: Final[deque[float]] = deque(maxlen=_TEXTS)
         """Of each text that has ended: the share of its max_tokens."""
+        self._usual_pages = 0.0
+        """That a request of late took, without those of the prefix cache; 0: none has run yet."""
         self._measure_at = 0.0
 
     def stepped(self, seconds: float) -> None:
@@ -89,6 +93,28 @@ class EngineTimes:
             None if step_s is None or text_steps is None else text_steps * step_s,
         )
 
+    def room(self, pages: PagePool, requests: Iterable[GenerationRequest], most_tokens: int) -> int:
+        """For how many requests the pages have room at a time, these included; at least one.
+
+        Pages that requests share count once. most_tokens: of a request, for an engine that has run none yet.
+        """
+        share = _mean(self._written) or 1.0
+        number, missing, needs = 0, 0, list[int]()
+        for request in requests:
+            if is_finished(request):
+                continue
+            number += 1
+            texts = [text for text in members(request) if text.finish_reason is None]
+            ends = [pages.pages_for(text.sequence.num_prompt + _length(text, share) - 1) for text in texts]
+            missing += sum(max(0, end - len(text.sequence.pages)) for text, end in zip(texts, ends, strict=True))
+            if texts[0].sequence.pages:
+                cached = sum(text.sequence.num_cached for text in texts) // pages.page_size
+                needs.append(max(1, sum(ends) - cached))
+        if needs:
+            self._usual_pages = sum(needs) / len(needs)
+        usual = self._usual_pages or pages.pages_for(most_tokens)
+        return max(1, number + math.floor((pages.num_available - missing) / usual))
+
     def take(self) -> tuple[list[float], list[float]]:
         """Seconds to first tokens, and between later ones, since the last call. For the thread that reports."""
         first, between = self._first_token_s, self._inter_token_s
@@ -102,8 +128,7 @@ def _load(scheduler: Scheduler, requests: Iterable[GenerationRequest], share: fl
     def ahead(sequence: Sequence) -> TextAhead:
         text = texts[sequence.request_id]
         written = text.num_generated
-        # A text that is longer than most writes one more token at least.
-        length = min(text.params.max_tokens, max(written + 1, math.ceil(share * text.params.max_tokens)))
+        length = _length(text, share)
         return TextAhead(sequence.num_left, length - written, pages.pages_for(sequence.num_prompt + length - 1))
 
     return EngineLoad(
@@ -113,6 +138,13 @@ def _load(scheduler: Scheduler, requests: Iterable[GenerationRequest], share: fl
         pages.num_usable,
         scheduler.config.max_num_batched_tokens,
     )
+
+
+def _length(text: GenerationRequest, share: float) -> int:
+    """Tokens of the text at its end, if it writes this share of its most."""
+    most = text.params.max_tokens
+    # A text that is longer than most writes one more token at least.
+    return min(most, max(text.num_generated + 1, math.ceil(share * most)))
 
 
 def _mean(values: deque[float] | deque[int]) -> float | None:

@@ -17,7 +17,7 @@ from typing import Any, Final
 from penstock.registry.errors import InvalidInput, described
 from penstock.workers.generation.chat import ChatPrompt, chat_prompt, parser_of
 
-__all__ = ["Prompt", "PromptReader"]
+__all__ = ["Prompt", "PromptReader", "TooManyTokens"]
 
 Prompt = str | Sequence[int]
 """A text, or its token ids."""
@@ -27,6 +27,14 @@ _GROWTH: Final = 4
 """Of the beginnings. All of them together take a third of the time of the whole text."""
 _SLACK: Final = 16
 """Tokens at the end of a beginning that the rest of the text may change."""
+
+
+class TooManyTokens(InvalidInput):
+    """There is no room for the prompt and its text here. num_tokens: of both together, at least."""
+
+    def __init__(self, message: str, num_tokens: int) -> None:
+        super().__init__(message)
+        self.num_tokens = num_tokens
 
 
 class PromptReader:
@@ -66,9 +74,10 @@ class PromptReader:
 
     def _check_length(self, number: int, max_tokens: int, at_least: str) -> None:
         if number + max_tokens > self._max_positions:
-            raise InvalidInput(
+            raise TooManyTokens(
                 f"Found a prompt of {at_least}{number} tokens and max_tokens {max_tokens}, expected at most "
-                f"{self._max_positions} together (max_model_len)"
+                f"{self._max_positions} together (max_model_len)",
+                number + max_tokens,
             )
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:

@@ -59,6 +59,9 @@ class GenerationRequest:
     elder: GenerationRequest | None = None
     """The first text, for its siblings."""
     deadline_s: float | None = None
+    """When its `timeout_s` has passed."""
+    expires_s: float | None = None
+    """When the deadline of its job passes."""
     finish_reason: FinishReason | None = None
     failure: Exception | None = None
     """What the model, its tokenizer or a form raised for one of the texts: the first text has it."""
@@ -90,6 +93,12 @@ class GenerationRequest:
     @property
     def num_generated(self) -> int:
         return len(self.sequence.tokens) - self.sequence.num_prompt
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything of it was computed, here or in another engine."""
+        sequence = self.sequence
+        return self.num_generated > 0 or sequence.num_computed > 0 or sequence.num_preempted > 0
 
     @property
     def has_own_news(self) -> bool:

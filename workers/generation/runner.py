@@ -114,6 +114,11 @@ class EngineRunner:
         self._stats = engine.stats()
         """After the last step: the engine's lock is held while a step runs."""
         self._times: Final = EngineTimes(engine.config.scheduler)
+        self._num_joined = 0
+        self._room_of = (0, 0, 0, 0)
+        """The counts at which `room` was computed: only requests that come, move or go change it."""
+        self.room = self._times.room(engine.pages, (), engine.most_tokens)
+        """For how many requests the pages have room at a time, those that are here included. For any thread."""
         self._is_stopping = False
         self._deliveries: Final[SimpleQueue[list[tuple[Ticket, RequestOutput]] | None]] = SimpleQueue()
         self._delivery = threading.Thread(target=self._hand_over, name="delivery", daemon=True)
@@ -132,7 +137,7 @@ class EngineRunner:
         Raises InvalidInput for a request that cannot run, and ModelNotReady after `stop`.
         """
         opened_at = self._clock()
-        request = self.engine.prepare(wish.request_id, wish.prompt, wish.params, wish.delivered)
+        request = self.engine.prepare(wish.request_id, wish.prompt, wish.params, wish.delivered, wish.left_s)
         if wish.delivered is not None:
             wish.resume()
         ticket = Ticket(wish, request, opened_at, self._leave)
@@ -202,6 +207,7 @@ class EngineRunner:
             now = self._clock()
             if self._stats.steps > before.steps:
                 self._times.stepped(now - began)
+            self._look_for_room()
             self._deliver(now)
             requests = [ticket.request for ticket in self._tickets.values() if ticket.request is not None]
             self._times.measure(self.engine.scheduler, requests, now)
@@ -239,6 +245,15 @@ class EngineRunner:
             ticket.put(error)
             return
         self._tickets[wish.request_id] = ticket
+        self._num_joined += 1
+
+    def _look_for_room(self) -> None:
+        stats = self._stats
+        counts = (self._num_joined, stats.running, stats.waiting, stats.preemptions)
+        if counts != self._room_of:
+            self._room_of = counts
+            requests = [ticket.request for ticket in self._tickets.values()]
+            self.room = self._times.room(self.engine.pages, requests, self.engine.most_tokens)
 
     def _deliver(self, now: float) -> None:
         # While the delivery thread waits for the broker, what is new comes together.

@@ -35,18 +35,19 @@ from penstock.safety.orchestrator import SafetyOrchestrator, Subject
 from penstock.workers.generation.acceleration_gate import AccelerationGate
 from penstock.workers.generation.backend import Backend, Delivered, Wish
 from penstock.workers.generation.chat import ChatPrompt, check_template
-from penstock.workers.generation.prompts import Prompt
+from penstock.workers.generation.prompts import Prompt, TooManyTokens
 from penstock.workers.observe.metrics import GenerationFigures
-from penstock.workers.runtime.base import Prepared, StreamContext
+from penstock.workers.runtime.base import DeadlinePassed, Prepared, StreamContext, TooLongHere
 from penstock.workers.runtime.loading import LoadOptions, NullContext, PackageRuntime
 
 if TYPE_CHECKING:
     from penstock.workers.generation.outputs import ChatMessage, RequestOutput
+    from penstock.workers.generation.runner import EngineRunner
 
 __all__ = ["GenerateRuntime", "ResumableContext"]
 
 _LOOK_S: Final = 0.5
-"""A job that gets no output looks so often whether it was cancelled."""
+"""A job that gets no output looks so often whether it was cancelled, or its deadline has passed."""
 _PRECISIONS: Final = {"auto": "fp32", "fp32": "fp32", "bf16": "bf16"}
 _CONTENT: Final = "content_hash"
 _BEGUN: Final = "begun_ms"
@@ -63,6 +64,10 @@ class ResumableContext(StreamContext, Protocol):
     @property
     def now_ms(self) -> int:
         """Milliseconds by a clock that all workers share."""
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the deadline of the job; None: it has none."""
 
     def together(self) -> AbstractContextManager[None]:
         """Inside of it, the chunks of all jobs wait for one write at its end."""
@@ -95,6 +100,8 @@ class GenerateRuntime(PackageRuntime):
         self._cache_dir: Final = cache_dir
         self._gate: Final = gate
         self._backend: Backend | None = None
+        self._runner: EngineRunner | None = None
+        """The backend that is an engine of this process."""
         self._free_memory: Callable[[], None] = lambda: None
 
     def prepare(self, jobs: Sequence[Mapping[str, Array]]) -> Prepared:
@@ -117,7 +124,7 @@ class GenerateRuntime(PackageRuntime):
     ) -> Generator[dict[str, Array], None, dict[str, Array]]:
         """Nothing, then the whole text: chunks with new text and tokens go to the context from another thread.
 
-        Raises NonFiniteOutput where logits are not finite.
+        Raises NonFiniteOutput where logits are not finite, and TooLongHere for more tokens than have room.
         """
         backend = self._loaded
         try:
@@ -136,6 +143,8 @@ class GenerateRuntime(PackageRuntime):
         try:
             output = yield from _whole(backend, wish, context)
             return {} if output is None else self._answer(output, prompt, context.job_id)
+        except TooManyTokens as error:
+            raise TooLongHere(str(error), error.num_tokens) from None
         except InvalidInput as error:
             raise InputRefused(str(error)) from None
 
@@ -143,10 +152,24 @@ class GenerateRuntime(PackageRuntime):
         """The figures of the engine, with the times since the last call; None until it is loaded."""
         return None if self._backend is None else self._backend.take_figures()
 
-    def announced(self) -> ModelSpec:
-        """The spec for those who submit jobs, with the most tokens for which the loaded engine has room."""
-        most = None if self._backend is None else self._backend.most_tokens
-        return self.spec if most is None else with_limit(self.spec, most)
+    @property
+    def room(self) -> int | None:
+        """For how many jobs the pages of its engine have room at a time; None: there is no engine. For any thread."""
+        runner = self._runner
+        return None if runner is None else runner.room
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of a prompt and its text, as many as the loaded engine has room for; None: it is not known."""
+        return None if self._backend is None else self._backend.most_tokens
+
+    def announced(self, most: int = 0) -> ModelSpec:
+        """The spec for those who submit jobs, with the most tokens for which an engine has room.
+
+        most: of all workers; 0: this engine counts.
+        """
+        own = self.most_tokens
+        return self.spec if own is None else with_limit(self.spec, most or own)
 
     @property
     def _loaded(self) -> Backend:
@@ -198,13 +221,13 @@ class GenerateRuntime(PackageRuntime):
             raise type(error)(f"{spec.reference}: {error}") from None
         finally:
             torch.set_num_threads(before)
-        self._backend = EngineRunner(engine, lambda: torch.set_num_threads(threads))
+        self._backend = self._runner = EngineRunner(engine, lambda: torch.set_num_threads(threads))
         self._free_memory = engine.decoder.device.release_memory
         weights = sum(one.numel() * one.element_size() for one in engine.decoder.model.parameters())
         return int(weights + engine.packing.expected_nbytes + engine.forwards.pools_nbytes)
 
     def _release(self) -> None:
-        backend, self._backend = self._backend, None
+        backend, self._backend, self._runner = self._backend, None, None
         if backend is not None:
             backend.stop()
             # Its tensors must be gone before their memory can be given back.
@@ -295,13 +318,21 @@ class _Sink:
 def _whole(
     backend: Backend, wish: Wish, context: StreamContext
 ) -> Generator[dict[str, Array], None, RequestOutput | None]:
-    """Yields nothing. Returns the last output; None: the job was cancelled. Raises what ended the request."""
+    """Yields nothing. Returns the last output; None: the job was cancelled. Raises what ended the request.
+
+    Raises DeadlinePassed once the deadline of the job has passed.
+    """
+    if isinstance(context, ResumableContext):
+        wish = replace(wish, left_s=context.left_s)
     answer, turns = backend.open(wish), -1
     try:
         yield from ()
         while (output := answer.next(_LOOK_S)) is None or not output.finished:
             if context.is_cancelled:
                 return None
+            if isinstance(context, ResumableContext) and (context.left_s or 0.0) < -_LOOK_S:
+                # An engine ends its requests itself, before its next step.
+                raise DeadlinePassed(has_begun=True)
             # A backend whose turns stand still hangs, and the limit of the forward counts.
             if isinstance(context, ResumableContext) and backend.turns != turns:
                 context.alive()

@@ -19,11 +19,43 @@ import numpy as np
 from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import Array
 
-__all__ = ["Counted", "DeviceLost", "InstanceLost", "Prepared", "Runtime", "StreamContext", "concatenate"]
+__all__ = [
+    "Counted",
+    "DeadlinePassed",
+    "DeviceLost",
+    "InstanceLost",
+    "Prepared",
+    "Runtime",
+    "StreamContext",
+    "TooLongHere",
+    "concatenate",
+]
+
+
+class TooLongHere(Exception):
+    """The model of this worker has no room for the job, and that of another one may have.
+
+    num_tokens: how many tokens it needs, at least.
+    """
+
+    def __init__(self, message: str, num_tokens: int) -> None:
+        super().__init__(message)
+        self.num_tokens = num_tokens
 
 
 class DeviceLost(Exception):
     """The device runs no more forwards of this process: another process must take its place."""
+
+
+class DeadlinePassed(Exception):
+    """The deadline of a job that it bounds to its end has passed: the job ends as expired.
+
+    has_begun: whether the model has computed anything of it.
+    """
+
+    def __init__(self, *, has_begun: bool) -> None:
+        super().__init__("The deadline of the job has passed")
+        self.has_begun = has_begun
 
 
 class InstanceLost(DeviceLost):

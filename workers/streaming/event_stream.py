@@ -75,6 +75,11 @@ class EventStream:
         job = self._job
         return int(job.delivery.accepted_ms + job.queue_ms + (self._clock() - job.claimed) * 1000)
 
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the deadline of the job, by the broker's clock; None: it has none."""
+        return (self._job.expires_ms - self.now_ms) / 1000 if self._job.header.deadline_ms else None
+
     def alive(self) -> None:
         """Show progress without an event."""
         self._touch()

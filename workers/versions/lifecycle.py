@@ -32,6 +32,7 @@ from penstock.workers.versions.memory_limit import MemoryLimit
 from penstock.workers.versions.policy_swaps import PolicySwaps
 from penstock.workers.versions.repository import ModelRepository
 from penstock.workers.versions.table import UNLOADED, VersionTable
+from penstock.workers.versions.token_limits import announced_at_load, receiver_of
 from penstock.workers.versions.tuner import Tuner
 from penstock.workers.versions.version import ServedArms, ServedModel, ServedVersion, VersionState
 
@@ -145,8 +146,12 @@ class ModelLifecycle:
         }
 
     def all_offered(self) -> dict[str, dict[str, int]]:
-        """`offered` of every model."""
-        return {name: self.offered(name) for name in tuple(self.models)}
+        """`offered` of every model, and the receivers of jobs that are too long for other workers."""
+        return {name: {**self.offered(name), **self._long_offered(name)} for name in tuple(self.models)}
+
+    def _long_offered(self, name: str) -> dict[str, int]:
+        versions = tuple(self.models[name].versions.values())
+        return {receiver_of(each.label, each.most_tokens): each.room for each in versions if each.most_tokens}
 
     def poll_records(self) -> None:
         """Look for promotions, because an idle worker gets no deliveries. Raises BrokerUnavailable."""
@@ -210,6 +215,7 @@ class ModelLifecycle:
                 "is_offered": self.is_offered(version),
                 "memory_bytes": version.runtime.memory_bytes,
                 "problem": version.problem,
+                **({"most_tokens": version.most_tokens} if version.most_tokens else {}),
                 **_described_endpoints(version),
             }
             for label, version in tuple(model.versions.items())
@@ -532,6 +538,7 @@ class ModelLifecycle:
 
     def _announce(self, version: ServedVersion) -> None:
         """Publish the specs with which clients check jobs: of the active version and of those that jobs may name."""
+        announced_at_load(self._broker, version)
         model = self.models[version.name]
         found = {label: self.table.resolve(model, label) for label in self.table.labels(version.name)}
         versions = {label: other.spec_json for label, other in found.items() if other is not None}

@@ -9,7 +9,7 @@ Reports are read at most once a second, and only while a job waits for a version
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Final
 
@@ -19,7 +19,7 @@ from penstock.registry.broker.base import Broker
 from penstock.registry.errors import BrokerUnavailable
 from penstock.workers.versions.version import is_name_of
 
-__all__ = ["Peers"]
+__all__ = ["Peers", "limits_in"]
 
 logger = logging.getLogger("penstock.server")
 
@@ -34,6 +34,7 @@ _MOST_REMEMBERED: Final = 1000
 class _Version(msgspec.Struct):
     content_hash: str = ""
     is_offered: bool = False
+    most_tokens: int = 0
 
 
 class _Report(msgspec.Struct):
@@ -56,6 +57,8 @@ class Peers:
         self._looked = -inf
         self._offered: dict[str, dict[str, set[str]]] = {}
         """Model -> label -> content hashes."""
+        self._limits: dict[tuple[str, str], int] = {}
+        """By model and label, the most tokens that one of them has room for."""
         self._missing: dict[tuple[str, str], float] = {}
         """Versions that no worker had, and the time of the first search."""
 
@@ -72,16 +75,17 @@ class Peers:
         self._looked = now
         self._offered = {}
         try:
-            reports = [_opened(report) for report in self._broker.workers()]
+            found = self._broker.workers()
         except BrokerUnavailable as error:
             # A worker without the right to read reports goes on with all other jobs.
             logger.warning("the reports of other workers cannot be read: %s", error)
             self._missing.clear()
             return
+        reports = _others(found, self._worker)
+        self._limits = _limits(reports)
         for report in reports:
-            if report.ready and report.name != self._worker:
-                for name, versions in report.versions.items():
-                    self._note(name, versions)
+            for name, versions in report.versions.items():
+                self._note(name, versions)
         self._missing = {
             (name, wanted): since for (name, wanted), since in self._missing.items() if not self._find(name, wanted)
         }
@@ -120,9 +124,32 @@ class Peers:
         """Whether `label_of` has found no worker for so long that no live worker has the version."""
         return self._clock() - self._missing.get((model, wanted), inf) >= _SURE_AFTER_S
 
+    def most_tokens(self, model: str, label: str) -> int:
+        """Of a prompt and its text, as many as the engine of another worker has room for; 0: no other one has any."""
+        return self._limits.get((model, label), 0)
+
     def labels(self, model: str) -> set[str]:
         """The versions of a model that other workers have, or may load for a job."""
         return set(self._offered.get(model, ()))
+
+
+def limits_in(reports: Sequence[bytes]) -> dict[tuple[str, str], int]:
+    """By model and label, the most tokens of a prompt and its text for which a worker that is ready has room."""
+    return _limits(_others(reports, ""))
+
+
+def _others(reports: Sequence[bytes], worker: str) -> list[_Report]:
+    return [each for each in map(_opened, reports) if each.ready and each.name != worker]
+
+
+def _limits(reports: Iterable[_Report]) -> dict[tuple[str, str], int]:
+    limits: dict[tuple[str, str], int] = {}
+    for report in reports:
+        for name, versions in report.versions.items():
+            for label, version in versions.items():
+                if version.most_tokens > 0:
+                    limits[name, label] = max(limits.get((name, label), 0), version.most_tokens)
+    return limits
 
 
 def _opened(report: bytes) -> _Report:

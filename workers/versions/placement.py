@@ -15,6 +15,7 @@ from penstock.registry.envelope import Failure
 from penstock.workers.job import ClaimedJob
 from penstock.workers.versions.lifecycle import ModelLifecycle
 from penstock.workers.versions.peers import Peers
+from penstock.workers.versions.token_limits import receiver_of
 from penstock.workers.versions.version import ServedVersion, VersionState
 
 __all__ = ["Placement"]
@@ -63,6 +64,12 @@ class Placement:
         if self._peers.is_nowhere(name, named) or waiting > self._most_waiting:
             return self.not_served(job)
         return None
+
+    def receiver_with_room(self, version: ServedVersion, num_tokens: int) -> str:
+        """The receiver of a job of so many tokens, which is too long for this worker; empty: for the others, too."""
+        self._peers.look()
+        most = self._peers.most_tokens(version.name, version.label)
+        return receiver_of(version.label, most) if most >= num_tokens else ""
 
     def not_served(self, job: ClaimedJob) -> Failure:
         """The failure of a job whose version no live worker has."""

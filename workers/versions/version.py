@@ -144,6 +144,8 @@ class ServedVersion:
         """The problem of the last load that failed, also while it is tried again."""
         self.last_hash = ""
         """The content hash of the last load."""
+        self._announced_tokens = 0
+        """The limit in its spec; 0: that of its own engine."""
         self.is_wanted = False
         """Whether an operator asked for the version to be loaded."""
         self.used_at = 0.0
@@ -222,9 +224,22 @@ class ServedVersion:
 
     @cached_property
     def spec_json(self) -> bytes:
-        """The spec as workers announce it, again and again; see ModelSpec.to_json. A load may lower its limits."""
+        """The spec as workers announce it, again and again; see ModelSpec.to_json. A load may change its limits."""
         runtime = self.runtime
-        return (runtime.announced() if isinstance(runtime, GenerateRuntime) else self.spec).to_json()
+        spec = runtime.announced(self._announced_tokens) if isinstance(runtime, GenerateRuntime) else self.spec
+        return spec.to_json()
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a prompt and its text, as many as its loaded engine has room for; 0: it has none, or it is not known."""
+        runtime = self.runtime
+        return (isinstance(runtime, GenerateRuntime) and self.is_ready and runtime.most_tokens) or 0
+
+    def announce_limit(self, most_tokens: int) -> None:
+        """The spec names this limit from now on, which is that of another worker; 0: that of the own engine."""
+        if most_tokens != self._announced_tokens:
+            self._announced_tokens = most_tokens
+            self.__dict__.pop("spec_json", None)
 
     @property
     def content_hash(self) -> str:
@@ -350,6 +365,32 @@ class ServedVersion:
     def room(self) -> int:
         """How many more jobs may wait for it. While it is not loaded: no more than its capacity."""
         return _NO_END if self.state is VersionState.READY else self.queue.free
+
+    @property
+    def free(self) -> int:
+        """Jobs that may be claimed for it now: of an engine, as many as have a seat, and pages."""
+        free = self.queue.free
+        return free if not free or (left := self._pages_left) is None else max(0, min(free, left))
+
+    @property
+    def free_for_urgent(self) -> tuple[int, int]:
+        """See VersionQueue.free_for_urgent. Beyond the pages, no more jobs may come in than beyond the seats."""
+        free, least = self.queue.free_for_urgent
+        if free and (left := self._pages_left) is not None:
+            free = min(free, left + self.policy.concurrency - self.policy.seats)
+        return (free, least) if free > 0 else (0, 0)
+
+    @property
+    def _pages_left(self) -> int | None:
+        """For how many more jobs its engine has pages, below zero for too many jobs; None: it has no engine."""
+        runtime = self.runtime
+        room = runtime.room if self.policy.seats and isinstance(runtime, GenerateRuntime) else None
+        return None if room is None else room - sum(version.queue.in_memory for version in self.with_sharing)
+
+    @property
+    def awaits_pages(self) -> bool:
+        """Whether its engine has a free seat, and no pages for one more job."""
+        return self.is_ready and self.queue.free > 0 and self.free == 0
 
     def is_named(self, name: str) -> bool:
         """Whether `name` is its label or, once it is loaded, the beginning of its content hash."""
@@ -549,13 +590,18 @@ class ServedModel:
     def free(self) -> int:
         """Jobs that may be claimed now."""
         active = self.active
-        return active.queue.free if active is not None and active.state in _CLAIMABLE else 0
+        return active.free if active is not None and active.state in _CLAIMABLE else 0
+
+    @property
+    def awaits_pages(self) -> bool:
+        """See ServedVersion.awaits_pages. No event tells when there are more."""
+        return self.active is not None and self.active.awaits_pages
 
     @property
     def free_for_urgent(self) -> tuple[int, int]:
         """See VersionQueue.free_for_urgent."""
         active = self.active
-        return active.queue.free_for_urgent if active is not None and active.is_ready else (0, 0)
+        return active.free_for_urgent if active is not None and active.is_ready else (0, 0)
 
     def answers(self, version: ServedVersion) -> bool:
         """Whether jobs that name no version may come to this version now."""

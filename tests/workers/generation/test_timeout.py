@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation import Config, Engine
 from penstock.workers.generation.backend import Delivered
 from penstock.workers.generation.model import wrap_decoder
+from penstock.workers.runtime.base import DeadlinePassed
 from tests.workers.generation.architectures import decoder
 from tests.workers.generation.engines import prompts_of
 
@@ -63,4 +66,46 @@ def test_the_time_of_a_continued_request_counts_from_its_first_start():
     now[0] = 105.0
     engine.advance()
     assert requests[0.0].finish_reason == "timeout"
+    assert engine.stats().pages_used == 0
+
+
+def test_a_request_whose_deadline_passes_fails_before_the_next_step():
+    """It runs, waits, or has lost its seat: its pages come back, and the others go on. Nothing more is computed of it.
+
+    A `timeout_s` that has passed earlier ends its text as it is.
+    """
+    now = [100.0]
+    config = Config.from_options({"max_num_seqs": 2, "kv_cache_mb": 2, "packed_linears": "off"})
+    engine = Engine(wrap_decoder(decoder("Llama"), None, None), config, clock=lambda: now[0])
+    (prompt,) = prompts_of(9)
+    params = SamplingParams(temperature=0, max_tokens=20)
+    whole = engine.generate([prompt], params)[0].outputs[0].token_ids
+    early = replace(params, timeout_s=4)
+    wishes = {"runs": (params, 5.0), "preempted": (params, 5.0), "waits": (params, 5.0), "early": (early, 5.0)}
+    requests = {name: engine.prepare(name, prompt, one, None, left_s) for name, (one, left_s) in wishes.items()}
+    requests["free"] = engine.prepare("free", prompt, params)
+    engine.admit(requests["runs"], priority="high")
+    engine.admit(requests["preempted"])
+    for _ in range(3):
+        engine.advance()
+    urgent = engine.prepare("urgent", prompt, params)
+    engine.admit(urgent, priority="critical")
+    for name in ("waits", "early", "free"):
+        engine.admit(requests[name], priority="low")
+    now[0] = 104.9
+    engine.advance()
+    assert [each.request_id for each in engine.scheduler.waiting] == ["preempted", "waits", "free"]
+    written = {name: requests[name].num_generated for name in ("runs", "preempted", "waits")}
+    now[0] = 105.0
+    while urgent.finish_reason is None or requests["free"].finish_reason is None:
+        engine.advance()
+    failures = {name: requests[name].failure for name in ("runs", "preempted", "waits")}
+    assert all(isinstance(failure, DeadlinePassed) for failure in failures.values())
+    begun = {name: failure.has_begun for name, failure in failures.items() if isinstance(failure, DeadlinePassed)}
+    assert begun == {"runs": True, "preempted": True, "waits": False}
+    assert (
+        {name: requests[name].num_generated for name in written} == written == {"runs": 4, "preempted": 3, "waits": 0}
+    )
+    assert (requests["early"].finish_reason, requests["early"].failure) == ("timeout", None)
+    assert tuple(urgent.token_ids) == tuple(requests["free"].token_ids) == whole
     assert engine.stats().pages_used == 0

@@ -170,3 +170,21 @@ def test_more_searches_than_the_memory_holds_end_too(broker: Reports, peers: Pee
         look_after(broker, peers, 1.0)
     assert wanted == set()
     assert most_at_once == 1000
+
+
+def test_the_largest_limit_of_other_workers_counts(broker: Reports, peers: Peers):
+    """The own one, and that of a worker that is not ready, do not. While the broker is away, the last ones hold."""
+    for name, is_ready, most in (("here", True, 900), ("a", True, 300), ("b", True, 500), ("c", False, 700)):
+        versions = {"v1": {"is_offered": True, "most_tokens": most}}
+        report = {"name": name, "ready": is_ready, "versions": {MODEL: versions}}
+        broker.report(name, json.dumps(report).encode(), 3_600_000)
+    peers.look()
+    assert peers.most_tokens(MODEL, "v1") == 500
+    assert peers.most_tokens(MODEL, "v2") == peers.most_tokens("other", "v1") == 0
+    broker.may_be_read = False
+    look_after(broker, peers, 2.0)
+    assert peers.most_tokens(MODEL, "v1") == 500
+    broker.may_be_read = True
+    broker.report("b", b"", 1)
+    look_after(broker, peers, 2.0)
+    assert peers.most_tokens(MODEL, "v1") == 300
