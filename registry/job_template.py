@@ -80,7 +80,7 @@ class JobTemplate:
             (declared,) = signature.inputs
             self._input = declared.name
             self._dtype = DTYPES[declared.dtype]
-            self._is_finite = self._dtype.kind == "f" and not declared.allow_nan
+            self._is_finite = declared.must_be_finite
 
     def build(self, inputs: object, key: object = None, account: str = "", job_id: str = "") -> Publication | None:
         """One sealed job. None: of an unknown shape, or perhaps bad inputs or a bad key.
