@@ -83,7 +83,8 @@ def facts_of(job: ClaimedJob) -> dict[str, Any]:
         "types": [type(getattr(job.header, name)) for name in JobHeader.__struct_fields__],
         "body": bytes(job.body),
         "inputs": [
-            (name, str(values.dtype), values.shape, values.tolist(), values.flags.writeable)
+            # A NaN differs from itself.
+            (name, str(values.dtype), values.shape, [*map(repr, values.ravel().tolist())], values.flags.writeable)
             for name, values in inputs.items()
         ],
         "times": (job.rows, job.claimed, job.queue_ms, job.expires_ms),
