@@ -166,6 +166,8 @@ def test_a_claim_of_good_and_bad_jobs_is_opened_as_one_by_one(
 @settings(max_examples=8, derandomize=True)
 @given(kind=st.sampled_from(sorted(KINDS)), at=st.integers(0, 1000))
 @example(kind="plain", at=0)
+@example(kind="texts", at=0)
+@example(kind="texts", at=5)
 def test_each_mishap_among_known_headers_is_told_as_one_by_one(mishap: str, kind: str, at: int, keyring: Keyring):
     """Good jobs before and behind it are opened; so is a second bad one, if the first of its like is a job."""
     sealer, its, bad = Sealer(keyring), KINDS[kind], MISHAPS[mishap]
@@ -175,9 +177,10 @@ def test_each_mishap_among_known_headers_is_told_as_one_by_one(mishap: str, kind
 
 
 @pytest.mark.parametrize("keyring", KEYRINGS.values(), ids=KEYRINGS)
-def test_a_job_that_is_cut_anywhere_is_told_as_one_by_one(keyring: Keyring):
+@pytest.mark.parametrize("name", ["plain", "texts"])
+def test_a_job_that_is_cut_anywhere_is_told_as_one_by_one(name: str, keyring: Keyring):
     """At each place of its bytes, behind a job with the same header."""
-    sealer, kind = Sealer(keyring), KINDS["plain"]
+    sealer, kind = Sealer(keyring), KINDS[name]
     known, whole = sealer.job(kind), sealer.job(kind)
     cuts = [known, *(whole[:size] for size in range(len(whole) + 1))]
     # Fewer at a time than the dead letters that an intake defers.
