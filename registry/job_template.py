@@ -65,6 +65,14 @@ class JobTemplate:
         self.spec = spec
         self.header = header
         self.priority = priority
+        self._input: str | None = None
+        signature = spec.signature
+        if not knows_shapes or len(signature.inputs) != 1 or not signature.is_of_shapes or header.options.webhook:
+            return
+        (declared,) = signature.inputs
+        self._input = declared.name
+        self._dtype = DTYPES[declared.dtype]
+        self._is_finite = declared.must_be_finite
         self._mac = keyring.job_macs[header.key] if header.key else None
         self._body_keys = keyring.body_keys if header.is_sealed else None
         self._added_bytes = (MAC_BYTES if self._mac else 0) + (SEAL_BYTES if self._body_keys else 0)
@@ -74,13 +82,6 @@ class JobTemplate:
         self._keyed: dict[tuple[int, ...], _KeyedEdges] = {}
         """The same of jobs with an idempotency key."""
         self._digests = KeyDigests(header.tenant)
-        self._input: str | None = None
-        signature = spec.signature
-        if knows_shapes and len(signature.inputs) == 1 and signature.is_of_shapes and not header.options.webhook:
-            (declared,) = signature.inputs
-            self._input = declared.name
-            self._dtype = DTYPES[declared.dtype]
-            self._is_finite = self._dtype.kind == "f" and not declared.allow_nan
 
     def build(self, inputs: object, key: object = None, account: str = "", job_id: str = "") -> Publication | None:
         """One sealed job. None: of an unknown shape, or perhaps bad inputs or a bad key.
@@ -89,7 +90,7 @@ class JobTemplate:
         one.
         """
         # The exact types only: a subclass may give other bytes, or another answer at the next question.
-        if type(inputs) is not dict or len(inputs) != 1:
+        if self._input is None or type(inputs) is not dict or len(inputs) != 1:
             return None
         values = inputs.get(self._input)
         if type(values) is not np.ndarray or values.dtype != self._dtype:

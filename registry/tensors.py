@@ -7,6 +7,7 @@ array of `str`, so that shapes mean the same for every dtype. Sizes come from `m
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias, overload
@@ -192,7 +193,8 @@ def _take_strings(tensor: Tensor, view: memoryview) -> tuple[Array, memoryview]:
     count = _count(tensor)
     if count * 4 > len(view):
         raise UndecodableEnvelope(f"{tensor.name!r:.80}: fewer bytes than its {count} lengths need")
-    ends = np.cumsum(np.frombuffer(view[: count * 4], _LENGTH), dtype=np.uint64).tolist()
+    # Not np.cumsum, which takes half of the time of a short text.
+    ends = [*itertools.accumulate(np.frombuffer(view[: count * 4], _LENGTH).tolist())]
     text = view[count * 4 :]
     total = ends[-1] if ends else 0
     if total > len(text):

@@ -14,6 +14,7 @@ from typing import Final, Protocol, TypeAlias, overload
 
 from penstock.registry.broker.base import Held
 from penstock.registry.envelope import Failure
+from penstock.registry.errors import InvalidInput
 from penstock.registry.tensors import Array
 from penstock.safety.fallback import Level, LevelFailure
 from penstock.workers import children
@@ -106,6 +107,8 @@ class BatchRun:
     ended: float = 0.0
     alive_at: float = 0.0
     """The last sign of progress. The time limit of a forward counts from here."""
+    refusals: dict[ClaimedJob, Failure] = field(default_factory=dict)
+    """The jobs that have no forward, because their inputs do not fit."""
     output_bytes: int = 0
     """Of all its answers."""
     tokens: int = 0
@@ -145,6 +148,22 @@ class BatchRun:
     def held(self) -> list[Held]:
         """The jobs as the broker knows them."""
         return [item.job.held for item in self.batch.items]
+
+    def refuses_some(self, jobs: Sequence[ClaimedJob], inputs: Sequence[Mapping[str, Array]]) -> bool:
+        """Whether the values of some jobs do not fit; these are in `refusals` then. inputs: see inputs_of."""
+        try:
+            self.version.check_values(inputs)
+        except InvalidInput:
+            for job in jobs:
+                self._refuse_misfit(job)
+            return True
+        return False
+
+    def _refuse_misfit(self, job: ClaimedJob) -> None:
+        try:
+            self.version.check_values([job.inputs])
+        except InvalidInput as error:
+            self.refusals[job] = Failure("InputRefused", str(error))
 
     def touch(self) -> None:
         """Show progress."""

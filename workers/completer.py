@@ -27,7 +27,7 @@ from penstock.registry.broker.base import Commit, CommitStatus, State
 from penstock.registry.envelope import Failure, Keyring
 from penstock.registry.unrun import CANCELLED, EXPIRED
 from penstock.workers.backlog import Waiting
-from penstock.workers.batch_run import BatchRun, JointAnswers
+from penstock.workers.batch_run import BatchRun, JointAnswers, Outputs
 from penstock.workers.cache import AnswerCache, SingleFlight
 from penstock.workers.credit import TURN_BYTES
 from penstock.workers.fallback import fallen_back, with_levels
@@ -199,6 +199,8 @@ class Completer:
                     version.queue.cap_batches(too_large, self._clock())
             if run.output_bytes or version.queue.row_bytes:
                 version.queue.learn_results(run.batch, run.output_bytes)
+            # A refused job leaves as one that was refused when it came: of no version.
+            version.queue.release_all(run.refusals)
             if run.num_tokens_needed:
                 self._too_long += _outcomes_of(run)
             elif run.output_bytes > TURN_BYTES:
@@ -464,13 +466,15 @@ class Completer:
 
 
 def _outcomes_of(run: BatchRun) -> list[JobOutcome]:
-    version = run.version
-    return [
-        JobOutcome(item.job, answer, "refused", version)
-        if answer is CANCELLED or answer is EXPIRED
-        else JobOutcome(item.job, answer, "ran", version, run)
-        for item, answer in zip(run.batch.items, run.answers, strict=True)
-    ]
+    return [_outcome_of(item.job, answer, run) for item, answer in zip(run.batch.items, run.answers, strict=True)]
+
+
+def _outcome_of(job: ClaimedJob, answer: Outputs | Failure, run: BatchRun) -> JobOutcome:
+    if run.refusals and run.refusals.get(job) is answer:
+        return JobOutcome(job, answer, "refused", None)
+    if answer is CANCELLED or answer is EXPIRED:
+        return JobOutcome(job, answer, "refused", run.version)
+    return JobOutcome(job, answer, "ran", run.version, run)
 
 
 def _outcomes_with(run: BatchRun, results: JointResults) -> list[JobOutcome]:

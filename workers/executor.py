@@ -3,7 +3,8 @@
     I/O thread -- submit --> ready --> model thread: prepare, run --> done -- wake --> I/O thread
                   recall <--'   `--> prepare thread, for a batch that waits while another one runs
 
-A model thread is a loop over `begin`, `run` and `finish`; the simulator steps these in its place. An exception bisects
+A model thread is a loop over `begin`, `run` and `finish`; the simulator steps these in its place. Jobs with NaN where
+the signature forbids it are refused: whether a batch has any is asked once, of its joined inputs. An exception bisects
 a batch, so that one bad job fails alone; a batch that does not fit the device is halved. A forward over its limit is
 given up: it goes on until the process ends, and its jobs have failed. The crash journal names the jobs on each model
 thread. Nothing here talks to the broker, except the context of a streaming job, which sends events.
@@ -286,8 +287,9 @@ class Executor:
             self._busy -= 1
             given_up = copy.copy(run)
             given_up.is_given_up, given_up.ended = True, self._clock()
+            given_up.refusals = refusals = dict(run.refusals)
             timeout = forward_timeout(run.limit_s, trace.where, trace.text)
-            given_up.answers = [_STOPPED if job.is_cancelled else timeout for job in run.jobs]
+            given_up.answers = [refusals.get(job) or (_STOPPED if job.is_cancelled else timeout) for job in run.jobs]
             self._done.append(given_up)
         return trace
 
@@ -351,7 +353,8 @@ def _answer(
 
 def _forward(run: BatchRun, jobs: list[ClaimedJob], *, is_whole: bool) -> Sequence[Outputs | Failure]:
     if run.open_stream is not None:
-        return [_stream(run, job, run.open_stream(job, run.touch)) for job in jobs]
+        run.refuses_some(jobs, [job.inputs for job in jobs])
+        return [run.refusals.get(job) or _stream(run, job, run.open_stream(job, run.touch)) for job in jobs]
     if run.is_prepared is not None:
         run.is_prepared.wait()
     return _run(run, jobs, run.prepared if is_whole else None)
@@ -361,7 +364,10 @@ def _run(run: BatchRun, jobs: list[ClaimedJob], prepared: Prepared | None) -> Se
     rows = sum(job.rows for job in jobs)
     try:
         if prepared is None:
-            prepared = run.model.runtime.prepare(inputs_of(jobs))
+            inputs = inputs_of(jobs)
+            if run.refuses_some(jobs, inputs):
+                return _run_those_that_fit(run, jobs)
+            prepared = run.model.runtime.prepare(inputs)
         if prepared.rows > run.max_rows:
             return [_run_in_slices(run, job, run.max_rows) for job in jobs]
         outputs = run.forward(prepared)
@@ -387,6 +393,13 @@ def _run(run: BatchRun, jobs: list[ClaimedJob], prepared: Prepared | None) -> Se
         run.fail_batch(reason)
         return _run_halves(run, jobs)
     return [_run_in_slices(run, jobs[0], rows // 2)]
+
+
+def _run_those_that_fit(run: BatchRun, jobs: list[ClaimedJob]) -> list[Outputs | Failure]:
+    """The batch without the jobs that were just refused."""
+    fitting = [job for job in jobs if job not in run.refusals]
+    answers = iter(_run(run, fitting, None) if fitting else ())
+    return [run.refusals.get(job) or next(answers) for job in jobs]
 
 
 def _run_halves(run: BatchRun, jobs: list[ClaimedJob]) -> list[Outputs | Failure]:

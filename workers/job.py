@@ -43,8 +43,8 @@ class SharedHeader:
     """Of the header, behind the id."""
     slot: str
     priority: Priority
-    body_bytes: int
-    """Of the body as it travels."""
+    body_bytes: int | None
+    """Of the body as it travels. None: it has texts, whose lengths the header does not tell."""
     lifetime_ms: int
     """The longest time from a job's acceptance to its beginning."""
     mac: Mac | None

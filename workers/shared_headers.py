@@ -5,7 +5,7 @@
                       `-- learn: a job that was opened by itself
 
 The id and the signature of every job are checked, and the signature covers all of its bytes. A sealed body is opened.
-Inputs are decoded when they are asked for.
+Inputs are decoded when they are asked for, but for texts: whether their bytes can be decoded is not known before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock.registry.broker.base import Delivery
 from penstock.registry.envelope import FIXED_BYTES, ID_AT, MAC_BYTES, SEAL_BYTES, JobHeader, Keyring, encode_header
 from penstock.registry.errors import PenstockError
 from penstock.registry.queues import job_id_pattern
-from penstock.registry.tensors import STRING
+from penstock.registry.tensors import MAX_BYTES, STRING
 from penstock.workers.job import ClaimedJob, SharedHeader
 
 __all__ = ["SharedHeaders"]
@@ -57,7 +57,8 @@ class SharedHeaders:
             return None
         if delivery.slot != shared.slot or delivery.priority is not shared.priority:
             return None
-        body_end = body_at + shared.body_bytes
+        body_bytes = shared.body_bytes
+        body_end = body_at + (_rest(sealed, body_at, shared) if body_bytes is None else body_bytes)
         view = memoryview(sealed)
         if shared.mac is None:
             if len(sealed) != body_end:
@@ -76,7 +77,7 @@ class SharedHeaders:
                 return None
         accepted_ms = delivery.accepted_ms
         queue_ms = broker_now - accepted_ms
-        return ClaimedJob(
+        job = ClaimedJob(
             delivery,
             JobHeader(sealed[ID_AT:id_end].decode("ascii"), *shared.fields),
             body,
@@ -86,14 +87,12 @@ class SharedHeaders:
             accepted_ms + shared.lifetime_ms,
             shared,
         )
+        return job if body_bytes is not None or _can_be_decoded(job) else None
 
     def learn(self, job: ClaimedJob) -> None:
         """Remember the header of a job that was opened by itself, unless its like is not to be expected."""
         header, sealed = job.header, job.delivery.sealed
         if header.traceparent or header.idempotency_digest or sealed[ID_AT - 2] != _LENGTH_IN_A_BYTE:
-            return
-        if any(tensor.dtype == STRING for tensor in header.content):
-            # Whether the bytes of a text can be decoded is not known from its description.
             return
         behind_id = ID_AT + sealed[ID_AT - 1]
         body_at = FIXED_BYTES + int.from_bytes(sealed[4:FIXED_BYTES], "little")
@@ -105,12 +104,13 @@ class SharedHeaders:
         mac = self._keyring.job_macs[header.key] if header.key else None
         fields = tuple(getattr(header, name) for name in JobHeader.__struct_fields__[1:])
         options = header.options
+        has_texts = any(tensor.dtype == STRING for tensor in header.content)
         job.shared = self._known[sealed[behind_id:body_at]] = SharedHeader(
             sealed[:ID_AT],
             fields,
             job.delivery.slot,
             job.delivery.priority,
-            len(job.body) + (SEAL_BYTES if header.is_sealed else 0),
+            None if has_texts else len(job.body) + (SEAL_BYTES if header.is_sealed else 0),
             self.lifetime_ms(header),
             mac,
             self._keyring.body_keys if header.is_sealed else None,
@@ -118,3 +118,17 @@ class SharedHeaders:
             not (header.version or header.account or options.outputs or options.lane or options.endpoint)
             and job.route == "queue",
         )
+
+
+def _rest(sealed: bytes, body_at: int, shared: SharedHeader) -> int:
+    """The bytes from here to the signature; 0 for more than Intake.open is sure to accept."""
+    rest = len(sealed) - body_at - (0 if shared.mac is None else MAC_BYTES)
+    return rest if 0 < rest <= MAX_BYTES else 0
+
+
+def _can_be_decoded(job: ClaimedJob) -> bool:
+    """Whether the bytes of a job are the inputs that its header describes; they are decoded then."""
+    try:
+        return job.inputs is not None
+    except PenstockError:
+        return False

@@ -38,7 +38,7 @@ from tests.benchmarks.grpc_load import Connection
 from tests.benchmarks.mlp import Float32Array
 from tests.benchmarks.raw_worker import ECHO, JOBS, REPLIES
 
-__all__ = ["KINDS", "MODELS_OF_SHAPES", "SHAPES", "STREAMING_MODEL", "Answers", "Shape"]
+__all__ = ["KINDS", "MODELS_OF_SHAPES", "SHAPES", "STREAMING_MODEL", "TEXT_MODEL", "Answers", "Shape"]
 
 _TIMEOUT_S: Final = 60.0
 _PARTS: Final = 4
@@ -48,6 +48,8 @@ MODELS_OF_SHAPES: Final = ("mlp", "mlp-b", "mlp-c", "mlp-d")
 """The benchmark's model under several names; see shapes.py."""
 STREAMING_MODEL: Final = "mlp-stream"
 """The same model, whose answer comes as a chunk, too."""
+TEXT_MODEL: Final = "mlp-text"
+"""The same model, whose row is a text with a character for each byte."""
 
 
 class Answers(NamedTuple):
@@ -115,6 +117,10 @@ class Shape(NamedTuple):
     priorities: tuple[PriorityName, ...] = ("normal",)
     is_traced: bool = False
     """Each job has a trace of its own, so that no two headers are alike."""
+    is_keyed: bool = False
+    """Each job has an idempotency key of its own."""
+    is_text: bool = False
+    """The inputs are those of TEXT_MODEL."""
 
 
 class PenstockShaped(PenstockAsync):
@@ -123,11 +129,12 @@ class PenstockShaped(PenstockAsync):
     def __init__(self, url: str, shape: Shape) -> None:
         super().__init__(url)
         self._shape = shape
+        self._runs = 0
 
     async def _run(self, rows: Float32Array, in_flight: int) -> Answers:
         shape, answers = self._shape, _blank(len(rows))
-        longest = max(shape.rows)
-        inputs = np.concatenate([rows, rows[:longest]])
+        self._runs += 1
+        inputs = _inputs_of(shape, rows)
         todo = iter(range(len(rows)))
 
         async def caller() -> None:
@@ -136,6 +143,7 @@ class PenstockShaped(PenstockAsync):
                 job = await self._client.submit(
                     shape.models[index % len(shape.models)],
                     {"x": inputs[index : index + shape.rows[index % len(shape.rows)]]},
+                    idempotency_key=f"{self._runs}-{index}" if shape.is_keyed else None,
                     tenant=f"tenant-{index % shape.tenants}",
                     priority=shape.priorities[index % len(shape.priorities)],
                     traceparent=f"00-{index + 1:032x}-{index + 1:016x}-01" if shape.is_traced else "",
@@ -145,6 +153,13 @@ class PenstockShaped(PenstockAsync):
 
         await asyncio.gather(*(caller() for _ in range(in_flight)))
         return answers
+
+
+def _inputs_of(shape: Shape, rows: Float32Array) -> npt.NDArray[Any]:
+    """The rows of all jobs; the first ones once more behind the last."""
+    if shape.is_text:
+        return np.array([row.tobytes().decode("latin-1") for row in rows], object)
+    return np.concatenate([rows, rows[: max(shape.rows)]])
 
 
 SHAPES: Final = {
@@ -160,6 +175,8 @@ SHAPES: Final = {
     "tenants": Shape("64 tenants", tenants=64),
     "rows": Shape("four rows a job", rows=(4,)),
     "traced": Shape("a trace for each job", is_traced=True),
+    "keyed": Shape("an idempotency key for each job", is_keyed=True),
+    "texts": Shape("texts of 1,536 characters", (TEXT_MODEL,), is_text=True),
     "streams": Shape("jobs of a model that streams one chunk", (STREAMING_MODEL,)),
 }
 """By name: the plain one, and those that shapes.py measures against it."""

@@ -61,10 +61,10 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
     return [
         Row(
             f"MiniLM through the queue against the same runtime in process, {len(texts):,} texts in arrival order",
-            f"{queue_rate:,.0f} against {alone_rate:,.0f} texts/s: {ratio:.2f}x (by CPU {cpu_ratio:.2f}x)",
-            ">= 0.97x",
+            f"{cpu_ratio:.2f}x by CPU; {queue_rate:,.0f} against {alone_rate:,.0f} texts/s: {ratio:.2f}x",
+            ">= 0.98x by CPU",
             ">= 1.0x",
-            verdict(required=ratio >= 0.97, aim=ratio >= 1),
+            verdict(required=cpu_ratio >= 0.98, aim=cpu_ratio >= 1),
             {"texts_per_s": queue_rate, "in_process_texts_per_s": alone_rate, "ratio": ratio, "cpu_ratio": cpu_ratio},
         )
     ]

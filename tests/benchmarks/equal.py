@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from functools import partial
+from hashlib import sha256
+from typing import Final, NamedTuple
 
 from penstock.registry.broker.base import Delivery
 from penstock.registry.envelope import JobHeader, Keyring, open_job, seal
 from penstock.registry.queues import Priority, new_job_id
 from penstock.registry.settings_sections import CacheConfig
 from penstock.registry.tensors import Tensor
+from penstock.safety.cache_entry import KEY_BYTES
 from penstock.workers.cache import AnswerCache, JobKeys
 from penstock.workers.job import ClaimedJob
 from penstock.workers.results import EncodedOutputs
@@ -66,12 +69,13 @@ def _turn(plain: Client, keeper: Client, jobs: int, say: Progress, *, begins: bo
 
 def _distinct(missed: Sequence[Sample], ran: Sequence[Sample]) -> Row:
     measured, figures = _against(missed, ran)
+    ratio, cpu_ratio = figures["ratio"], figures["cpu_ratio"]
     return Row(
         "distinct jobs, response cache and single flight on, against off",
         measured,
-        ">= 0.98x jobs/s",
-        ">= 1.0x",
-        verdict(required=figures["ratio"] >= 0.98, aim=figures["ratio"] >= 1.0),
+        ">= 0.98x jobs/s, <= 1.00x worker CPU",
+        ">= 1.0x jobs/s",
+        verdict(required=ratio >= 0.98 and cpu_ratio <= 1.0, aim=ratio >= 1.0),
         figures,
     )
 
@@ -83,55 +87,87 @@ def _equal(hit: Sequence[Sample], ran: Sequence[Sample]) -> Row:
         measured,
         ">= 1.0x jobs/s, no more CPU",
         "",
-        verdict(required=figures["ratio"] >= 1.0 and figures["worker_us"] <= figures["worker_us_without"]),
+        verdict(required=figures["ratio"] >= 1.0 and figures["cpu_ratio"] <= 1.0),
         figures,
     )
 
 
 def _against(ours: Sequence[Sample], theirs: Sequence[Sample]) -> tuple[str, dict[str, float]]:
-    ratio = median(our.jobs_per_s / their.jobs_per_s for our, their in zip(ours, theirs, strict=True))
+    """Medians of both, and of the ratios of each turn. That of CPU is judged as it is printed, with two decimals."""
+    pairs = [*zip(ours, theirs, strict=True)]
+    ratio = median(our.jobs_per_s / their.jobs_per_s for our, their in pairs)
+    cpu_ratio = round(median(our.worker_us / their.worker_us for our, their in pairs), 2)
     rates = [median(each.jobs_per_s for each in samples) for samples in (ours, theirs)]
     spent = [median(each.worker_us for each in samples) for samples in (ours, theirs)]
     return (
         f"{rates[0]:,.0f} against {rates[1]:,.0f} jobs/s: {ratio:.2f}x; worker {spent[0]:.0f} against "
-        f"{spent[1]:.0f} us",
-        {"ratio": ratio, "jobs_per_s": rates[0], "worker_us": spent[0], "worker_us_without": spent[1]},
+        f"{spent[1]:.0f} us: {cpu_ratio:.2f}x",
+        {
+            "ratio": ratio,
+            "cpu_ratio": cpu_ratio,
+            "jobs_per_s": rates[0],
+            "worker_us": spent[0],
+            "worker_us_without": spent[1],
+        },
     )
 
 
-def _found(ready_us: float, hashed_us: float) -> Row:
+class Found(NamedTuple):
+    """CPU microseconds of a look-up, the medians: with its key ready, and with the key hashed from the job."""
+
+    ready_us: float
+    hashed_us: float
+
+    def __str__(self) -> str:
+        return f"{self.ready_us:.2f} / {self.hashed_us:.2f} us"
+
+
+def _found(cache: Found, bare: Found) -> Row:
     return Row(
-        f"response cache: an answer found among {_KEPT:,}, key ready / 1.5 kB hashed as well",
-        f"{ready_us:.2f} / {hashed_us:.2f} us",
+        f"response cache: an answer found among {_KEPT:,}, p50, key ready / 1.5 kB hashed as well, a dict beside it",
+        f"{cache} (a dict {bare})",
         "<= 0.6 / <= 2.2 us",
         "",
-        verdict(required=ready_us <= 0.6 and hashed_us <= 2.2),
-        {"ready_us": ready_us, "hashed_us": hashed_us},
+        verdict(required=cache.ready_us <= 0.6 and cache.hashed_us <= 2.2),
+        {**cache._asdict(), "dict_ready_us": bare.ready_us, "dict_hashed_us": bare.hashed_us},
     )
 
 
-def _found_us() -> tuple[float, float]:
-    """CPU microseconds of a found answer in a full cache, with its key ready, and with the key made from the job: for
-    claims of so many jobs as are in flight, in turns; the least of some repeats."""
+def _found_us() -> tuple[Found, Found]:
+    """Of a full cache and of a dict, in turns, for claims of so many jobs as are in flight."""
     version, jobs = ready_version(), claimed_jobs(_KEPT)
     cache, keys = AnswerCache(CacheConfig(l1_size=_KEPT), time.monotonic), JobKeys(isolates_tenants=True)
     keys.begin_all(jobs, version.label)
     answer = EncodedOutputs((Tensor("y", "float32", (1, 8)),), bytes(32), version.content_hash, version.generation)
     cache.memory.put_all([(job.digest, answer) for job in jobs], 86_400.0)
     claims = [jobs[start : start + _IN_FLIGHT] for start in range(0, len(jobs), _IN_FLIGHT)]
+    by_key = {job.digest: answer for job in jobs}
+    by_body = {sha256(job.body).digest()[:KEY_BYTES]: answer for job in jobs}
 
-    def look(*, is_ready: bool) -> float:
-        begun = time.thread_time()
+    def in_cache(claim: list[ClaimedJob], *, is_ready: bool) -> bool:
+        if not is_ready:
+            keys.begin_all(claim, version.label)
+        return None not in cache.find_all(claim, version)
+
+    def in_dict(claim: list[ClaimedJob], *, is_ready: bool) -> bool:
+        if is_ready:
+            return None not in [by_key.get(job.known_digest) for job in claim]
+        return None not in [by_body.get(sha256(job.body).digest()[:KEY_BYTES]) for job in claim]
+
+    def look(find: Callable[..., bool], *, is_ready: bool) -> list[float]:
+        taken = []
         for claim in claims:
-            if not is_ready:
-                keys.begin_all(claim, version.label)
-            if None in cache.find_all(claim, version):
+            begun = time.thread_time()
+            is_found = find(claim, is_ready=is_ready)
+            taken.append((time.thread_time() - begun) / len(claim) * 1e6)
+            if not is_found:
                 raise RuntimeError("An answer that was kept was not found")
-        return (time.thread_time() - begun) / len(jobs) * 1e6
+        return taken
 
-    turns = [(look(is_ready=True), look(is_ready=False)) for _ in range(_REPEATS)]
-    ready_us, hashed_us = (min(taken) for taken in zip(*turns, strict=True))
-    return ready_us, hashed_us
+    ways = [partial(look, find, is_ready=is_ready) for find in (in_cache, in_dict) for is_ready in (True, False)]
+    turns = [[way() for way in ways] for _ in range(_REPEATS)]
+    medians = [median(us for taken in taken_of_way for us in taken) for taken_of_way in zip(*turns, strict=True)]
+    return Found(*medians[:2]), Found(*medians[2:])
 
 
 def claimed_jobs(count: int) -> list[ClaimedJob]:

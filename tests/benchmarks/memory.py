@@ -1,9 +1,9 @@
-"""What a job weighs in Redis, queued and finished; and whether anything grows with the number of jobs."""
+"""What a job weighs in Redis and in its append-only file; and whether anything grows with the number of jobs."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -16,6 +16,11 @@ from tests.servers import RedisServer
 
 __all__ = ["measure_per_job", "retention"]
 
+_BEFORE_KB: Final = (2.02, 0.52, 3.09)
+"""Per job: of memory while it is queued and when it is finished, and of the append-only file. By this section on
+2026-11-27, of the version of 2026-11-21, which is the one before the hot path was rebuilt."""
+_AIM: Final = 0.85
+"""Of the figures before."""
 _READINGS: Final = 20
 _READING_S: Final = 0.02
 _TIMEOUT_S: Final = 120.0
@@ -29,7 +34,8 @@ _MAX_GROWTH: Final = 1.25
 
 
 def measure_per_job(scale: Scale, say: Progress) -> list[Row]:
-    """Bytes of Redis memory per job of 1.5 kB in and 40 B out, before and after it ran."""
+    """Bytes of Redis per job of 1.5 kB in and 40 B out: of memory before and after it ran, and of the append-only file
+    for its whole life, without rewrites."""
     jobs = scale.stored_jobs
     with Harness() as harness:
         server = harness.redis()
@@ -37,7 +43,8 @@ def measure_per_job(scale: Scale, say: Progress) -> list[Row]:
         harness.producer(server).map("mlp", mlp.inputs(mlp.BATCH, seed=0))
         worker.terminate()
         worker.wait(_STOP_TIMEOUT_S)
-        empty = _used_memory(server)
+        _stop_rewrites(server)
+        empty, empty_aof = _used_memory(server), _aof_bytes(server)
         client, rows = harness.producer(server), mlp.inputs(jobs, seed=1)
         handles = client.submit_many("mlp", [{"x": rows[index : index + 1]} for index in range(jobs)])
         queued = _used_memory(server)
@@ -46,19 +53,36 @@ def measure_per_job(scale: Scale, say: Progress) -> list[Row]:
         client.close()
         worker.terminate()
         worker.wait(_STOP_TIMEOUT_S)
+        aof = _aof_bytes(server)
+        _end_replies(server)
         finished = _used_memory(server)
-    queued_kb, finished_kb = ((used - empty) / jobs / 1000 for used in (queued, finished))
-    say(f"memory: queued {queued_kb:.2f} kB, finished {finished_kb:.2f} kB a job")
+    taken = (queued - empty, finished - empty, aof - empty_aof)
+    # As they are printed: the allocator's own share moves the third digit.
+    queued_kb, finished_kb, aof_kb = (round(nbytes / jobs / 1000, 2) for nbytes in taken)
+    say(f"memory: queued {queued_kb:.2f} kB, finished {finished_kb:.2f} kB, append-only file {aof_kb:.2f} kB a job")
+    what = f"(1.5 kB in, 40 B out), {jobs:,} jobs"
+    figures = {"queued_kb": queued_kb, "finished_kb": finished_kb}
     return [
-        Row(
-            f"Redis memory per queued / finished job (1.5 kB in, 40 B out), {jobs:,} jobs",
-            f"{queued_kb:.2f} / {finished_kb:.2f} kB",
-            "<= 2.6 / <= 0.7 kB",
-            "",
-            verdict(required=queued_kb <= 2.6 and finished_kb <= 0.7),
-            {"queued_kb": queued_kb, "finished_kb": finished_kb},
-        )
+        _row(f"Redis memory per queued / finished job {what}", (queued_kb, finished_kb), _BEFORE_KB[:2], figures),
+        _row(f"append-only file of Redis per job {what}", (aof_kb,), _BEFORE_KB[2:], {"aof_kb": aof_kb}),
     ]
+
+
+def _row(what: str, taken: Sequence[float], before: Sequence[float], figures: Mapping[str, float]) -> Row:
+    """Kilobytes against those before: no more is required, and the aim is a part of them."""
+    aims = [round(_AIM * each, 2) for each in before]
+    return Row(
+        what,
+        " / ".join(f"{each:.2f}" for each in taken) + " kB",
+        " / ".join(f"<= {each:.2f}" for each in before) + " kB",
+        " / ".join(f"<= {each:.2f}" for each in aims) + " kB",
+        verdict(required=_is_within(taken, before), aim=_is_within(taken, aims)),
+        figures,
+    )
+
+
+def _is_within(taken: Sequence[float], limits: Sequence[float]) -> bool:
+    return all(each <= limit for each, limit in zip(taken, limits, strict=True))
 
 
 def retention(jobs: int, ttl_s: int) -> Callable[[Scale, Progress], list[Row]]:
@@ -113,6 +137,24 @@ def _bounded(taken: list[int], jobs: int, ttl_s: int) -> Row:
 
 def _halves(taken: list[int]) -> tuple[list[int], list[int]]:
     return taken[: len(taken) // 2], taken[len(taken) // 2 :]
+
+
+def _stop_rewrites(server: RedisServer) -> None:
+    """The append-only file grows by all that is written from now on."""
+    with server.client() as client:
+        client.config_set("auto-aof-rewrite-percentage", 0)
+
+
+def _end_replies(server: RedisServer) -> None:
+    """Delete the replies to clients that are closed. They expire after two minutes, and their number is bounded."""
+    with server.client() as client:
+        for key in client.scan_iter("*:reply:*"):
+            client.delete(key)
+
+
+def _aof_bytes(server: RedisServer) -> int:
+    with server.client() as client:
+        return int(client.info("persistence")["aof_current_size"])
 
 
 def _used_memory(server: RedisServer, readings: int = _READINGS) -> int:

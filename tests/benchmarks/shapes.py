@@ -1,4 +1,4 @@
-"""The same load in other shapes: several models, many tenants, several rows, priorities, traces, streams.
+"""The same load in other shapes: several models, many tenants, several rows, priorities, traces, keys, texts, streams.
 
 Each shape runs in turn with the plain one (one model, one tenant, one row, one priority), on the same worker.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import yaml
 
 from tests.benchmarks import mlp
-from tests.benchmarks.clients import MODELS_OF_SHAPES, SHAPES, STREAMING_MODEL
+from tests.benchmarks.clients import MODELS_OF_SHAPES, SHAPES, STREAMING_MODEL, TEXT_MODEL
 from tests.benchmarks.harness import Harness, Sample
 from tests.benchmarks.report import Progress, Row, median, verdict
 from tests.benchmarks.scale import Scale
@@ -45,12 +45,32 @@ def build():
     return stream
 """
 
+_TEXT: Final = """
+import runpy
+from pathlib import Path
+
+def build():
+    module = runpy.run_path(str(Path(__file__).with_name("module.py")))["build"]().eval()
+
+    def forward(inputs):
+        import numpy
+        import torch
+
+        # The text of a warm-up is a shorter one.
+        text = "".join([each.ljust(1536, chr(0))[:1536] for each in inputs["x"].tolist()])
+        rows = numpy.frombuffer(bytearray(text, "latin-1"), "<f4").reshape(-1, 384)
+        with torch.inference_mode():
+            return {"logits": module(torch.from_numpy(rows)).numpy()}
+
+    return forward
+"""
+
 
 def measure(scale: Scale, say: Progress) -> list[Row]:
     """See the module."""
     with Harness() as harness:
         server = harness.redis()
-        models = [*MODELS_OF_SHAPES, STREAMING_MODEL]
+        models = [*MODELS_OF_SHAPES, STREAMING_MODEL, TEXT_MODEL]
         worker = harness.worker(server, *models, models_root=_models(harness.folder()))
         clients = [harness.client(shape, server.url, worker=worker, broker=server) for shape in SHAPES]
         samples: dict[str, list[Sample]] = {shape: [] for shape in SHAPES}
@@ -84,16 +104,23 @@ def _spent(runs: Sequence[Sample]) -> str:
 
 
 def _models(root: Path) -> Path:
-    """The benchmark's model under several names, and as a model that streams its answer as one chunk."""
+    """The benchmark's model under several names, as one that streams its answer as one chunk, and as one of texts."""
     package = mlp.MODELS / "mlp" / "1"
     spec = yaml.safe_load((package / "model.yaml").read_text())
     for name in MODELS_OF_SHAPES:
         copied = shutil.copytree(package, root / name / "1", ignore=shutil.ignore_patterns("__pycache__"))
         (copied / "model.yaml").write_text(yaml.safe_dump(spec | {"name": name}))
-    streaming = root / STREAMING_MODEL / "1"
-    streaming.mkdir(parents=True)
-    shutil.copy(package / "model.py", streaming / "module.py")
-    (streaming / "model.py").write_text(_STREAMING)
     streamed = {"name": STREAMING_MODEL, "format": "python", "streams": True, "batching": {"max_batch_size": 1}}
-    (streaming / "model.yaml").write_text(yaml.safe_dump(spec | streamed))
+    _write(root, _STREAMING, package, spec | streamed)
+    texts = {"name": TEXT_MODEL, "format": "python", "inputs": [{"name": "x", "dtype": "string", "shape": ["batch"]}]}
+    _write(root, _TEXT, package, spec | texts)
     return root
+
+
+def _write(root: Path, source: str, package: Path, spec: dict[str, Any]) -> None:
+    """A Python package around the module of `package`."""
+    folder = root / spec["name"] / "1"
+    folder.mkdir(parents=True)
+    shutil.copy(package / "model.py", folder / "module.py")
+    (folder / "model.py").write_text(source)
+    (folder / "model.yaml").write_text(yaml.safe_dump(spec))

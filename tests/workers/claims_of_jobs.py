@@ -335,6 +335,7 @@ MISHAPS: Final[Mapping[str, Mishap]] = {
     "a shorter body": _with_length(lambda body, at: body[:-1]),
     "a longer body": _with_length(lambda body, at: body + b"\0"),
     "a body of other bytes": _with_length(lambda body, at: bytes((byte + at) % 256 for byte in body)),
+    "a body of NaN": _with_length(lambda body, at: b"\xff" * len(body)),
     "the bytes of an earlier job": _again,
     "the sealed body of another job": _moved_body,
     "a byte of the body was changed, and it was signed": _flipped_body,

@@ -197,6 +197,27 @@ def test_end_of_the_chain_is_an_error_that_names_every_level(picky: SteppedHarne
     )
 
 
+def test_version_of_the_policy_refuses_values_as_it_refuses_descriptions(models_root: Path):
+    """NaN, which only the job's own version allows: the job keeps the failure of that one, also where the other one
+    knows its description."""
+    allowing = [{"name": "x", "dtype": "float32", "shape": ["batch", 4], "allow_nan": True}]
+    picky = PICKY.replace('(inputs["x"][:, 0] < 0)', '(~(inputs["x"][:, 0] >= 0))')
+    _write(models_root, picky, "1", inputs=allowing, policy={"default": {"fallback_version": "0"}})
+    _write(models_root, PICKY.replace("< 0", "== -9"), "0")
+    for harness in open_harness(models_root):
+        worker = _serve_with_other_versions(harness)
+        (known,) = harness.publish("picky", -1)
+        _wait_for_load(worker)
+        _run(worker)
+        assert _answered(harness, known)[:2] == ("0", "fallback")
+        (job,) = harness.publish("picky", np.nan)
+        _run(worker)
+        told = _header(harness, job).error
+        assert told is not None
+        assert (told.code, told.message[:33]) == ("ModelError", "ValueError: a negative row: [nan]")
+        assert "fallback: skipped: " in told.message
+
+
 @pytest.mark.parametrize("missing", ["absent", "other inputs", "broken"])
 def test_version_of_the_policy_that_cannot_run_is_named(models_root: Path, missing: str):
     """It is not there, takes other inputs or cannot be loaded: the job ends with its own error and that reason."""

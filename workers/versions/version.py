@@ -26,7 +26,7 @@ from penstock.registry.package.policy_overlay import Overlay
 from penstock.registry.package.signature import Signature
 from penstock.registry.queues import DEFAULT_ENDPOINT
 from penstock.registry.settings_sections import InferenceConfig
-from penstock.registry.tensors import Tensor
+from penstock.registry.tensors import Array, Tensor
 from penstock.safety.orchestrator import SafetyOrchestrator
 from penstock.safety.routing import Arm, RoutingTable
 from penstock.workers.batching.batcher import Batch, BatchKey, Pending
@@ -154,6 +154,7 @@ class ServedVersion:
         """Rows that the device's memory allows, as measured; 0: not measured."""
         self._lost_before = 0
         """Instances that were lost under earlier runtimes."""
+        self._has_shapes_only: Final = self.signature.is_of_shapes
         self._fits: dict[tuple[Tensor, ...], _Fit] = {}
         self._last_content: tuple[Tensor, ...] | None = None
         self._last_fit: _Fit | None = None
@@ -400,13 +401,16 @@ class ServedVersion:
         """Check a job against the signature that is served, and count its rows. Raises InvalidInput.
 
         If the signature holds only shapes, a job with the same description as an earlier one needs no second check:
-        the client has checked its values, and a NaN harms no other job.
+        `check_values` looks for NaN in its whole batch.
         """
         if not self.knows(job):
             job.decoded = self.signature.check(job.inputs)
             job.rows = self.signature.rows(job.inputs)
-            if self.signature.is_of_shapes:
+            if self._has_shapes_only:
                 self._learn(job)
+        elif job.fell_back is not None:
+            # Refused now, it ends with the failure of the version that it came to.
+            self.signature.check_finite(job.inputs)
         if job.header.options.outputs:
             self.signature.select_outputs(job.header.options.outputs)
         if self.policy.tokenises and self.is_ready:
@@ -418,6 +422,12 @@ class ServedVersion:
         if fit is not None:
             job.rows = fit.rows
         return fit is not None
+
+    def check_values(self, inputs: Iterable[Mapping[str, Array]]) -> None:
+        """Check what `knows` has left open, right before a forward. inputs: see inputs_of. Raises InvalidInput."""
+        if self._has_shapes_only:
+            for arrays in inputs:
+                self.signature.check_finite(arrays)
 
     def _fit_of(self, content: tuple[Tensor, ...]) -> _Fit | None:
         # Nearly all jobs of a claim share one object.

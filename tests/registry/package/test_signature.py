@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -109,14 +110,19 @@ def test_array_of_the_declared_dtype_is_passed_on_without_a_copy():
     assert ROWS.rows({"x": x}) == 2
 
 
-@given(arrays.arrays(np.float32, (3, 4), elements=st.floats(width=32)))
-def test_only_finite_arrays_pass(x):
-    """The cheap probe and the exact test agree for every float32, also where a dot product overflows."""
+@pytest.mark.parametrize("width", [16, 32, 64])
+@given(data=st.data())
+def test_only_finite_arrays_pass(width: Literal[16, 32, 64], data: st.DataObject):
+    """The cheap probe and the exact test agree for every float, also where a dot product overflows."""
+    signature = Signature([tensor("x", f"float{width}", "batch", 4)], [tensor("y", "float32", "batch")])
+    x = data.draw(arrays.arrays(f"f{width // 8}", (3, 4), elements=st.floats(width=width)))
     if np.isfinite(x).all():
-        assert ROWS.check({"x": x})["x"] is x
+        signature.check_finite({"x": x})
+        assert signature.check({"x": x})["x"] is x
     else:
-        with pytest.raises(InvalidInput, match="NaN or infinity"):
-            ROWS.check({"x": x})
+        for check in (signature.check_finite, signature.check):
+            with pytest.raises(InvalidInput, match="NaN or infinity"):
+                check({"x": x})
 
 
 def holds(dtype: np.dtype, value: int) -> bool:
@@ -156,7 +162,9 @@ def test_big_endian_array_is_accepted_with_the_same_values():
 def test_nan_passes_where_the_signature_allows_it():
     """allow_nan admits NaN for its own input only."""
     inputs = {"tokens": [[1]], "mask": [[True]], "bias": np.array([np.nan], "f4")}
-    assert np.isnan(TOKENS.check(inputs)["bias"]).all()
+    checked = TOKENS.check(inputs)
+    assert np.isnan(checked["bias"]).all()
+    TOKENS.check_finite(checked)
 
 
 @pytest.mark.parametrize("text", [["a", "ß"], ("a", "ß"), np.array(["a", "ß"]), np.array(["a", "ß"], object)])

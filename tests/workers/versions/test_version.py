@@ -22,7 +22,7 @@ from penstock.registry.queues import Priority, new_job_id
 from penstock.registry.settings_sections import InferenceConfig
 from penstock.registry.tensors import Array, encode
 from penstock.workers.batch_run import BatchRun
-from penstock.workers.job import ClaimedJob
+from penstock.workers.job import ClaimedJob, inputs_of
 from penstock.workers.runtime.instances import ProcessInstances
 from penstock.workers.versions.tuner import AnsweredJob
 from penstock.workers.versions.version import ServedVersion
@@ -39,7 +39,8 @@ def claimed(inputs: dict[str, Array]) -> ClaimedJob:
 
 
 def test_only_a_job_with_the_shapes_of_the_one_before_skips_the_check(models_root: Path):
-    """The first job is checked, later jobs with its shapes are not; other shapes and missing inputs are refused."""
+    """The first job is checked, later jobs with its shapes are checked with their batch; other shapes and missing
+    inputs are refused."""
     model = ServedVersion(load_package(write_double(models_root, "double")), InferenceConfig())
     with pytest.raises(InvalidInput, match="Missing required"):
         model.fit(claimed({}))
@@ -146,14 +147,16 @@ DESCRIBED = st.fixed_dictionaries(
         "x": st.tuples(st.sampled_from(["float32", "float64"]), st.integers(1, 3), st.integers(1, 3)),
         "mask": st.one_of(st.none(), st.tuples(st.just("int64"), st.integers(1, 3), st.integers(1, 3))),
         "turned": st.sampled_from([False, False, True]),
+        "value": st.sampled_from([1.0, 1.0, 1.0, 3e38, np.nan, np.inf, -np.inf]),
     }
 )
 
 
 def described(drawn: dict[str, Any]) -> dict[str, Array]:
-    """The inputs of a job with this description; some of them fit no signature."""
+    """The inputs of a job with this description and this value in the last place of `x`. Some fit no signature."""
     named = {"x": drawn["x"], "mask": drawn["mask"]}
     inputs = {name: np.ones(each[1:], each[0]) for name, each in named.items() if each is not None}
+    inputs["x"][-1, -1] = drawn["value"]
     return dict(reversed(inputs.items())) if drawn["turned"] else inputs
 
 
@@ -162,9 +165,10 @@ def memo_version() -> ServedVersion:
 
 
 def fitted(version: ServedVersion, job: ClaimedJob) -> object:
-    """What a version says of a job: why it is refused, or how the batcher sees it."""
+    """What a version says of a job until its forward: why it is refused, or how the batcher sees it."""
     try:
         version.fit(job)
+        version.check_values(inputs_of([job]))
     except InvalidInput as error:
         return str(error)
     (item,) = version.pending([job])
@@ -185,8 +189,9 @@ def test_a_version_that_remembers_descriptions_says_what_a_new_one_says(
         if is_shared:
             job.header = structs.replace(job.header, content=first.header.content)
         again = claimed(described(pool[index % len(pool)]))
-        assert fitted(version, job) == fitted(memo_version(), again)
-        assert version.knows(job) == isinstance(fitted(memo_version(), again), tuple)
+        assert fitted(version, job) == (expected := fitted(memo_version(), again))
+        if np.isfinite(again.inputs["x"]).all():
+            assert version.knows(job) == isinstance(expected, tuple)
 
 
 def test_jobs_of_one_key_have_the_same_key_object_and_pend_as_one_by_one():
