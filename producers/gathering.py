@@ -15,6 +15,7 @@ from math import inf
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from penstock.producers.events import is_end
+from penstock.producers.following import Follower
 from penstock.producers.job_state import HandleCore, JobState, checked_timeout
 from penstock.registry.broker.base import JobRecord, State, StreamEntry
 from penstock.registry.errors import (
@@ -154,6 +155,8 @@ class EndedJobs:
     def __init__(self) -> None:
         self._ids: deque[str] = deque()
         self._followed: dict[str, str] = {}
+        self.follower = Follower()
+        """The jobs of `followed`, as the broker is told of them."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -166,9 +169,11 @@ class EndedJobs:
     def follow(self, job_id: str) -> None:
         """Notes that the job's event stream is read."""
         self._followed[events_key(job_id)] = job_id
+        self.follower.add(job_id)
 
     def unfollow(self, job_id: str) -> bool:
         """Notes that the job's event stream is read no longer. Whether it was read."""
+        self.follower.drop(job_id)
         return self._followed.pop(events_key(job_id), None) is not None
 
     def append(self, entry: StreamEntry) -> None:

@@ -39,6 +39,7 @@ __all__ = [
     "events_key",
     "experiment_key",
     "flow_key",
+    "followers_key",
     "idempotency_key",
     "is_derived",
     "is_job_id",
@@ -383,6 +384,12 @@ def overdue_key(job_id: str) -> str:
     return record_key(job_id) + ":overdue"
 
 
+def followers_key(job_id: str) -> str:
+    """A line `<until in ms> <follower>` for each process that waits for the job and has not submitted it."""
+    slot, local = split_job_id(job_id)
+    return f"{{{slot}}}:followers:{local}"
+
+
 def paused_key(slot: str) -> str:
     """Exists while the slot is paused; holds when it was paused, in ms of the broker's clock."""
     return f"{{{slot}}}:paused"
@@ -472,6 +479,7 @@ _TYPES: Final = {
     "{*}:specs": "hash",
     "{*}:breakers": "hash",
     "{*}:flow": "hash",
+    "{*}:followers:*": "string",
     "{*}:usage": "hash",
     "{*}:limits:*": "hash",
     "{*}:shadow": "string",

@@ -20,6 +20,7 @@ from penstock.producers.core import Inputs, Item, Items, Refused, Untaken
 from penstock.producers.gateway.callers import caller, entered
 from penstock.producers.gathering import ENDS
 from penstock.producers.job_state import HandleCore
+from penstock.producers.submission import cancellation
 from penstock.registry.admission import SubmitOptions
 from penstock.registry.broker.base import Backlog, Usage
 from penstock.registry.broker.meters import Charge, Spent
@@ -94,6 +95,13 @@ class GatewayClient(AsyncClient):
             timeout_s=timeout_s,
             untaken=untaken,
             job_ids=job_ids,
+        )
+
+    async def abandon(self, handle: AsyncJobHandle) -> None:
+        """Cancels a job of this client for which no other process waits. Raises BrokerUnavailable."""
+        self._enter_loop()
+        await self._broker.abandon(
+            handle.id, handle.tenant, cancellation(handle.id, handle.tenant, self._builder.keyring)
         )
 
     async def spend(self, requests: Sequence[Sequence[Charge]]) -> list[Spent]:

@@ -209,10 +209,10 @@ class Jobs:
         return _Waiter(self._waiters, job_id)
 
     def abandon(self, handle: AsyncJobHandle) -> None:
-        """Cancels a job whose request has ended, unless another request of this process waits for it."""
+        """Cancels a job whose request has ended, unless another request of any process waits for it."""
         if handle.id in self._waiters:
             return
-        task = asyncio.get_running_loop().create_task(_cancel(handle))
+        task = asyncio.get_running_loop().create_task(_abandon(self.client, handle))
         self._cancelling.add(task)
         task.add_done_callback(self._cancelling.discard)
 
@@ -259,10 +259,10 @@ class _Waiter:
             self._waiters[self._job_id] = left
 
 
-async def _cancel(handle: AsyncJobHandle) -> None:
+async def _abandon(client: GatewayClient, handle: AsyncJobHandle) -> None:
     # The job ends by its lifetime, if the broker is away.
     with suppress(PenstockError):
-        await handle.cancel()
+        await client.abandon(handle)
 
 
 def job_headers(job_id: str, info: JobInfo | None = None) -> list[tuple[bytes, bytes]]:

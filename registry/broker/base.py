@@ -157,11 +157,13 @@ class Rating(Enum):
 
 class CancelOutcome(Enum):
     """What became of a job that had not ended. `CANCELLED`: it will never run. `REQUESTED`: a worker holds the job and
-    is told to stop. `UNKNOWN`: there is no such job."""
+    is told to stop. `UNKNOWN`: there is no such job. `FOLLOWED`: the job goes on; another process
+    waits for it."""
 
     CANCELLED = "cancelled"
     REQUESTED = "requested"
     UNKNOWN = "unknown"
+    FOLLOWED = "followed"
 
 
 class StreamEntry(NamedTuple):
@@ -386,6 +388,15 @@ class ProducerEnd(Protocol):
         """Withdraw a waiting job, with `sealed` as its result. If a worker holds the job, ask the worker to stop.
 
         Returns the terminal record of a job that had ended. Its tenant is not compared: the sealed result has it."""
+
+    def abandon(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
+        """The same as `cancel`, for a submitter that waits no longer. Nothing happens to a job that is followed."""
+
+    def follow(self, job_ids: Sequence[str], follower: str, ttl_ms: int) -> None:
+        """Note for `ttl_ms` that a process waits for jobs which it has not submitted. `follower` names that wait."""
+
+    def unfollow(self, job_ids: Sequence[str], follower: str) -> None:
+        """End a `follow`."""
 
     def expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
         """End a job whose deadline or lifetime has passed, with `sealed` as its result. Returns whether it did.

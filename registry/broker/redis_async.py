@@ -110,7 +110,27 @@ class AsyncRedisStreams:
 
     async def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
         """See ProducerEnd.cancel."""
-        return scripts.cancelled(await self._run(scripts.cancel(job_id, tenant, sealed, self._result_ttl_ms)))
+        return await self._cancel(job_id, tenant, sealed, unless_followed=False)
+
+    async def abandon(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
+        """See ProducerEnd.abandon."""
+        return await self._cancel(job_id, tenant, sealed, unless_followed=True)
+
+    async def _cancel(
+        self, job_id: str, tenant: str, sealed: bytes, *, unless_followed: bool
+    ) -> CancelOutcome | JobRecord:
+        call = scripts.cancel(job_id, tenant, sealed, self._result_ttl_ms, unless_followed=unless_followed)
+        return scripts.cancelled(await self._run(call))
+
+    async def follow(self, job_ids: Sequence[str], follower: str, ttl_ms: int) -> None:
+        """See ProducerEnd.follow."""
+        for call in scripts.follow(job_ids, follower, ttl_ms):
+            await self._run(call)
+
+    def unfollow(self, job_ids: Sequence[str], follower: str) -> None:
+        """See ProducerEnd.unfollow. Not awaited: a note that is not deleted lapses."""
+        for call in scripts.follow(job_ids, follower, 0):
+            self._calling.ask_now(call, lambda _: None)
 
     async def expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
         """See ProducerEnd.expire."""

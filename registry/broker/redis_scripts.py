@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib import resources
@@ -60,6 +61,7 @@ from penstock.registry.queues import (
     dead_key,
     events_key,
     flow_key,
+    followers_key,
     idempotency_key,
     key_group,
     keyrings_key,
@@ -113,6 +115,7 @@ _CANCELS: Final = {
     b"C": CancelOutcome.CANCELLED,
     b"R": CancelOutcome.REQUESTED,
     b"U": CancelOutcome.UNKNOWN,
+    b"F": CancelOutcome.FOLLOWED,
 }
 
 
@@ -486,11 +489,19 @@ def positions(answer: Sequence[int]) -> list[Position]:
     return [Position(*pair) for pair in zip(answer[::2], answer[1::2], strict=True)]
 
 
-def cancel(job_id: str, tenant: str, sealed: bytes, result_ttl_ms: int) -> Call:
+def cancel(job_id: str, tenant: str, sealed: bytes, result_ttl_ms: int, *, unless_followed: bool) -> Call:
     """One call that withdraws a waiting job, or asks its worker to stop."""
     slot = slot_of(job_id)
-    args = [GROUP, tenant, *_ending(job_id, State.CANCELLED, sealed, result_ttl_ms)]
-    return call("cancel", [flow_key(slot), *stream_keys(slot), record_key(job_id)], args)
+    args = [GROUP, tenant, *_ending(job_id, State.CANCELLED, sealed, result_ttl_ms), int(unless_followed)]
+    return call("cancel", [flow_key(slot), *stream_keys(slot), record_key(job_id), followers_key(job_id)], args)
+
+
+def follow(job_ids: Sequence[str], follower: str, ttl_ms: int) -> list[Call]:
+    """A call for each slot that notes a follower of its jobs. A `ttl_ms` of 0 ends that."""
+    by_slot: defaultdict[str, list[str]] = defaultdict(list)
+    for job_id in job_ids:
+        by_slot[slot_of(job_id)].append(followers_key(job_id))
+    return [call("follow", keys, [ttl_ms, follower, int(ttl_ms > 0)]) for keys in by_slot.values()]
 
 
 def expire(job_id: str, tenant: str, sealed: bytes, result_ttl_ms: int) -> Call:
