@@ -20,8 +20,7 @@ import penstock.registry.settings  # noqa: F401 - now, because a running loop wo
 from penstock.producers.async_replies import AsyncEndedJobs, AsyncReplyReader, SubmitCoalescer
 from penstock.producers.core import ClientCore, Inputs, Item, Items, Refused, Untaken
 from penstock.producers.events import EventMerger, JobEvent, Silence, unqueued_events
-from penstock.producers.following import FOLLOW_TTL_MS, Follower
-from penstock.producers.gathering import ENDS, MOST_FOLLOWED, Awaited, Gathered, listed
+from penstock.producers.gathering import ENDS, FOLLOW_TTL_MS, MOST_FOLLOWED, Awaited, Follower, Gathered, listed
 from penstock.producers.job_state import (
     CancelStatus,
     HandleCore,

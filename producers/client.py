@@ -18,8 +18,16 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 from penstock.producers.core import ClientCore, Inputs, Item, Items, Refused
 from penstock.producers.events import EventMerger, JobEvent, Silence, is_end, unqueued_events
-from penstock.producers.following import FOLLOW_TTL_MS, Follower
-from penstock.producers.gathering import ENDS, MOST_FOLLOWED, Awaited, EndedJobs, Gathered, listed
+from penstock.producers.gathering import (
+    ENDS,
+    FOLLOW_TTL_MS,
+    MOST_FOLLOWED,
+    Awaited,
+    EndedJobs,
+    Follower,
+    Gathered,
+    listed,
+)
 from penstock.producers.job_state import (
     CancelStatus,
     HandleCore,

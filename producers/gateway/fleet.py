@@ -119,6 +119,10 @@ class GatewayClient(AsyncClient):
         self._enter_loop()
         return (None if version else self._specs.fresh(model)) or await self._spec(model, version)
 
+    async def submit_one(self, model: str, inputs: Inputs, options: SubmitOptions, key: str | None) -> AsyncJobHandle:
+        """Publishes one job, as `submit` does. key: its idempotency key."""
+        return await self._submit(model, inputs, options, key)
+
     async def submit_items(
         self,
         model: str,

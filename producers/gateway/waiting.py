@@ -21,6 +21,7 @@ from penstock.producers.gateway.drain_rate import Queues
 from penstock.producers.gateway.exchange import ClientGone
 from penstock.producers.gateway.fleet import GatewayClient
 from penstock.producers.job_state import JobInfo
+from penstock.registry.admission import SubmitOptions
 from penstock.registry.envelope import Retry
 from penstock.registry.errors import PenstockError, QueueFull
 from penstock.registry.queues import PriorityName
@@ -45,7 +46,10 @@ class Requester(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JobRequest:
-    """A job as any protocol asks for it. The fields are the arguments of AsyncClient.submit."""
+    """A job as any protocol asks for it. The fields are the arguments of AsyncClient.submit.
+
+    prompt_tokens: of the inputs, for the usage of the API key; 0 where the model's result tells them, or nobody.
+    """
 
     model: str
     inputs: Mapping[str, object]
@@ -59,6 +63,7 @@ class JobRequest:
     webhook: str | None = None
     sticky_key: str | None = None
     endpoint: str | None = None
+    prompt_tokens: int = 0
 
 
 class Finished(NamedTuple):
@@ -104,12 +109,9 @@ class Jobs:
 
     async def submit(self, request: JobRequest, exchange: Requester) -> AsyncJobHandle:
         """Publishes a job. Raises as AsyncClient.submit does."""
-        handle = await self.client.submit(
-            request.model,
-            request.inputs,
+        options = SubmitOptions(
             priority=request.priority,
             deadline_s=request.deadline_s,
-            idempotency_key=request.idempotency_key,
             version=request.version,
             outputs=request.outputs,
             traceparent=request.traceparent,
@@ -117,7 +119,9 @@ class Jobs:
             webhook=request.webhook,
             sticky_key=request.sticky_key,
             endpoint=request.endpoint,
+            prompt_tokens=(request.prompt_tokens,) if request.prompt_tokens else (),
         )
+        handle = await self.client.submit_one(request.model, request.inputs, options, request.idempotency_key)
         exchange.about = job_headers(handle.id)
         return handle
 

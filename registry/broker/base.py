@@ -92,7 +92,7 @@ class Publication(msgspec.Struct, frozen=True, gc=False):
     `fingerprint` is the digest of its payload: two payloads under one key are a conflict. `deadline_ms` counts from
     acceptance; 0: no deadline. `webhook` is the line of the job's record that tells where to report its end, see
     registry/webhook_target.py; empty: nowhere. `account` is the id of the API key that pays for the job; empty:
-    none."""
+    none. `prompt_tokens` counts in its usage: tokens of the inputs that the model's result will not tell."""
 
     job_id: str
     priority: Priority
@@ -104,6 +104,7 @@ class Publication(msgspec.Struct, frozen=True, gc=False):
     deadline_ms: int = 0
     webhook: str = ""
     account: str = ""
+    prompt_tokens: int = 0
 
     def lifetime_ms(self, job_ttl_ms: int) -> int:
         """How long after its acceptance the job may start."""
@@ -256,7 +257,8 @@ class Renewal(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """What an account has used of a model in a month: accepted jobs, and the tokens of the texts of ended ones."""
+    """What an account has used of a model in a month: accepted jobs, and tokens: those that were counted at acceptance,
+    and those of the texts of ended jobs."""
 
     jobs: int = 0
     prompt_tokens: int = 0

@@ -146,7 +146,7 @@ class MemoryState(MemoryStreams):
             )
         flow.in_flight[job.tenant] += 1
         if job.account:
-            self._use(slot, job.account, Usage(1))
+            self._use(slot, job.account, Usage(1, job.prompt_tokens))
         return Receipt("accepted", job.job_id)
 
     def _use(self, slot: str, account: str, more: Usage) -> None:

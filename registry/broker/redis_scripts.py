@@ -161,6 +161,7 @@ def publish(slot: str, jobs: Sequence[Publication], limits: Limits) -> Call:
     kinds: list[Any] = []
     idempotent: list[Any] = []
     words: list[Any] = []
+    counted: list[Any] = []
     targets: list[Any] = []
     for index, job in enumerate(jobs, 1):
         kind = job.priority, job.tenant, job.reply, job.deadline_ms, job.account
@@ -174,6 +175,8 @@ def publish(slot: str, jobs: Sequence[Publication], limits: Limits) -> Call:
         if job.idempotency_digest:
             idempotency_keys.append(idempotency_key(slot, job.idempotency_digest))
             idempotent += (index, job.idempotency_digest, job.fingerprint)
+        if job.prompt_tokens:
+            counted += (index, job.prompt_tokens)
         if job.webhook:
             targets += (index, job.webhook)
     if len(numbers) == 1:
@@ -181,9 +184,9 @@ def publish(slot: str, jobs: Sequence[Publication], limits: Limits) -> Call:
     records = [prefix + job.job_id[cut:] for job in jobs]
     record_ttl_ms = limits.job_ttl_ms + OUTLIVES_MS
     args: list[Any] = [GROUP, limits.max_depth, limits.tenant_max_in_flight, record_ttl_ms, len(jobs)]
-    args += (MEMORY_HIGH_WATER_PCT, len(numbers), len(idempotency_keys))
+    args += (MEMORY_HIGH_WATER_PCT, len(numbers), len(idempotency_keys), len(counted) // 2)
     keys = [flow_key(slot), *stream_keys(slot), *records, *idempotency_keys]
-    return call("publish", keys, [*args, *kinds, *idempotent, *words, *targets])
+    return call("publish", keys, [*args, *kinds, *idempotent, *counted, *words, *targets])
 
 
 def webhook_slot(slot: str, jobs: Sequence[Publication]) -> Call | None:

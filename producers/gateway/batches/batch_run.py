@@ -296,7 +296,10 @@ class BatchRun:
 
     async def _submit(self, group: Sequence[_Pending], refused: dict[int, InvalidInput]) -> list[AsyncJobHandle]:
         job = group[0].job
-        options = SubmitOptions("low", None, None, job.version, job.outputs)
+        tokens = [each.job.tokens for each in group]
+        options = SubmitOptions(
+            "low", None, None, job.version, job.outputs, prompt_tokens=tokens if any(tokens) else ()
+        )
         ids = self._ids.get(job.model)
         if ids is None:
             ids = self._ids[job.model] = DerivedIds(job.model, self.batch_id, self.made_at * 1000)

@@ -30,9 +30,9 @@ def openai(stack: GatewayStack) -> Iterator[Any]:
         yield client
 
 
-def client_of(gateway: GatewayProcess) -> Any:
+def client_of(gateway: GatewayProcess, api_key: str = "none") -> Any:
     """OpenAI's client of a gateway."""
-    return require_module("openai").OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
+    return require_module("openai").OpenAI(base_url=f"{gateway.url}/v1", api_key=api_key, max_retries=0)
 
 
 def line(custom_id: str, text: object = "abcd", url: str = EMBEDDINGS, method: str = "POST", **fields: Any) -> str:
