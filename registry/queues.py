@@ -33,6 +33,7 @@ __all__ = [
     "PriorityName",
     "active_key",
     "breakers_key",
+    "charged_key",
     "crashes_key",
     "dead_key",
     "event_stream_key",
@@ -356,6 +357,11 @@ def meter_key(subject: str, meter: str) -> str:
     return f"{{gateway}}:limits:{meter}:{subject}"
 
 
+def charged_key(batch_id: str) -> str:
+    """Bits: the lines of a batch that were charged on the limits of its key, by their numbers; see spend.lua."""
+    return f"{{gateway}}:charged:{batch_id}"
+
+
 def record_key(job_id: str) -> str:
     """The key of a job: its record, and after its end its result."""
     return local_record_key(*split_job_id(job_id))
@@ -482,6 +488,7 @@ _TYPES: Final = {
     "{*}:followers:*": "string",
     "{*}:usage": "hash",
     "{*}:limits:*": "hash",
+    "{*}:charged:*": "string",
     "{*}:shadow": "string",
     "{*}:shadowflow": "hash",
     "{*}:shadowreport": "hash",

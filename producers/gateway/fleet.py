@@ -23,7 +23,7 @@ from penstock.producers.job_state import HandleCore
 from penstock.producers.submission import cancellation
 from penstock.registry.admission import SubmitOptions
 from penstock.registry.broker.base import Backlog, Usage
-from penstock.registry.broker.meters import Charge, Spent
+from penstock.registry.broker.meters import Charge, Lines, Spent
 from penstock.registry.errors import (
     Corrupt,
     InvalidInput,
@@ -104,10 +104,15 @@ class GatewayClient(AsyncClient):
             handle.id, handle.tenant, cancellation(handle.id, handle.tenant, self._builder.keyring)
         )
 
-    async def spend(self, requests: Sequence[Sequence[Charge]]) -> list[Spent]:
+    async def spend(self, requests: Sequence[Sequence[Charge]], lines: Mapping[int, Lines]) -> list[Spent]:
         """Charges requests on their meters; see registry/broker/meters.py. Raises BrokerUnavailable."""
         self._enter_loop()
-        return await self._broker.spend(requests)
+        return await self._broker.spend(requests, lines)
+
+    async def charged_lines(self, batch_id: str) -> frozenset[int]:
+        """The numbers of the lines of a batch that were charged. Raises BrokerUnavailable."""
+        self._enter_loop()
+        return await self._broker.charged(batch_id)
 
     async def spec_of(self, model: str, version: str | None = None) -> ModelSpec:
         """The spec of the active version, or of the named one. Raises UnknownModel, and NotPermitted."""

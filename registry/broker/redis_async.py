@@ -34,7 +34,7 @@ from penstock.registry.broker.base import (
     Usage,
 )
 from penstock.registry.broker.broker_url import BrokerAddress, parse_broker_url
-from penstock.registry.broker.meters import Charge, Spent, spend, spent
+from penstock.registry.broker.meters import Charge, Lines, Spent, spend, spent
 from penstock.registry.broker.redis_connection import (
     LOST_CONNECTION,
     REPAIRS,
@@ -182,9 +182,15 @@ class AsyncRedisStreams:
         """See WorkerEnd.actives."""
         return scripts.parse_actives(slots, await self._run(scripts.actives(slots)))
 
-    async def spend(self, requests: Sequence[Sequence[Charge]]) -> list[Spent]:
+    async def spend(
+        self, requests: Sequence[Sequence[Charge]], lines: Mapping[int, Lines] | None = None
+    ) -> list[Spent]:
         """Admits or refuses requests within their limits, in order. See registry/broker/meters.py."""
-        return spent(requests, await self._run(spend(requests)))
+        return spent(requests, await self._run(spend(requests, lines)))
+
+    async def charged(self, batch_id: str) -> frozenset[int]:
+        """The numbers of the lines of a batch that `spend` has charged."""
+        return meters.parse_charged(await self._run(meters.charged(batch_id)))
 
     async def models(self) -> list[str]:
         """See FleetEnd.models."""

@@ -258,7 +258,7 @@ KEYS: dict[str, Callable[[World], list[str]]] = {
     "WORKERS_KEY": lambda w: [queues.WORKERS_KEY],
 }
 _OTHER_NAMES: Final = {
-    *("event_stream_key", "is_reply_key", "local_record_key", "meter_key", "overdue_key", "stream_keys"),
+    *("event_stream_key", "is_reply_key", "local_record_key", "meter_key", "charged_key", "overdue_key", "stream_keys"),
 }
 """Names in queues.py that make no further key; `overdue_key` has a test of its own below. Meters are no part of a
 broker: tests/registry/broker/test_meters.py has them."""
