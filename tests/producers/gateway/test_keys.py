@@ -478,6 +478,97 @@ async def _overload(urls: list[str], key: str, count: int) -> list[httpx.Respons
         return await asyncio.gather(*(ask(number) for number in range(count)))
 
 
+@pytest.fixture(scope="module")
+def pair(stack: GatewayStack, keyed: Keyed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Keyed]]:
+    """Two gateways with limits of each kind; each case of the test below meets one of them first."""
+    limits = {
+        "ENABLED": "true",
+        "TENANT_REQUESTS_PER_MINUTE": str(OF_TENANT),
+        "ADDRESS_REQUESTS_PER_MINUTE": str(OF_ADDRESS),
+        "ROUTES": json.dumps([f"/v1/models={OF_ROUTE}"]),
+    }
+    environment = {
+        "PENSTOCK_REGISTRY_URL": keyed.registry_url,
+        "PENSTOCK_INFERENCE_SERVER_API_KEYS": "required",
+        "PENSTOCK_INFERENCE_SERVER_ADDRESS_HEADER": "x-real-ip",
+        **{f"PENSTOCK_INFERENCE_SAFEGUARDS_RATE_LIMIT_{name}": value for name, value in limits.items()},
+    }
+    gateways = [
+        GatewayProcess(stack.server, tmp_path_factory.mktemp("pair"), environment=environment) for _ in range(2)
+    ]
+    try:
+        yield [Keyed(gateway.start(), keyed.registry_url) for gateway in gateways]
+    finally:
+        for gateway in gateways:
+            gateway.stop()
+
+
+OF_KEY, OF_ROUTE, OF_TENANT, OF_ADDRESS = 20, 25, 70, 90
+EMBEDDING = {"model": "double", "input": [[1, 2, 3, 4]]}
+
+
+class Overload(NamedTuple):
+    """A limit that two gateways share. keys: how many ask."""
+
+    name: str
+    expected: int
+    limits: KeyLimits = KeyLimits()
+    keys: int = 1
+    is_one_tenant: bool = True
+    is_one_address: bool = False
+    path: str = "/v2"
+
+
+OVERLOADS = [
+    Overload("day", OF_KEY, KeyLimits(requests_per_day=OF_KEY)),
+    # Four of each embedding.
+    Overload("tokens", OF_KEY, KeyLimits(tokens_per_minute=4 * OF_KEY), path="/v1/embeddings"),
+    Overload("tenant", OF_TENANT, keys=2),
+    Overload("address", OF_ADDRESS, keys=2, is_one_tenant=False, is_one_address=True),
+    Overload("route", OF_ROUTE, path="/v1/models"),
+]
+
+
+@pytest.mark.parametrize("case", OVERLOADS, ids=lambda case: case.name)
+def test_every_limit_is_exact_over_two_gateways(stack: GatewayStack, pair: list[Keyed], case: Overload):
+    """CX-018: of three times a limit, asked of both at once, as many are admitted as it says; the others name it."""
+    tenants = [f"over-{case.name}-{0 if case.is_one_tenant else number}" for number in range(case.keys)]
+    made = [pair[0].key(f"{case.name} {tenant}", tenant=tenant, limits=case.limits) for tenant in tenants]
+    for each in made:
+        with pair[1].client(each) as client:
+            wait_until(lambda client=client: client.get("/v2").status_code != 401, 20, "the other one knows the key")
+    with closing(stack.server.client()) as redis:
+        for subject in (*tenants, *(each.key.id for each in made)):
+            for meter in redis.scan_iter(f"{{gateway}}:limits:*{subject}*", count=10_000):
+                redis.delete(meter)
+    count = 3 * case.expected
+    answers = asyncio.run(_ask_pair([each.gateway.url for each in pair], [each.text for each in made], case, count))
+    admitted = [answer for answer in answers if answer.status_code == 200]
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert (len(admitted), len(refused)) == (case.expected, count - case.expected)
+    for answer in refused:
+        assert f"({case.name}) is spent" in answer.text
+        assert int(answer.headers["retry-after"]) >= 1
+
+
+async def _ask_pair(urls: list[str], keys: list[str], case: Overload, count: int) -> list[httpx.Response]:
+    """So many requests, in turn of each gateway with each key, 32 at a time."""
+    places = asyncio.Semaphore(32)
+    turns = list(itertools.product(keys, urls))
+    async with httpx.AsyncClient(timeout=120) as client:
+
+        async def ask(number: int) -> httpx.Response:
+            key, url = turns[number % len(turns)]
+            address = "192.0.2.1" if case.is_one_address else f"198.51.100.{number}"
+            headers = {"X-API-Key": key, "X-Real-IP": address}
+            async with places:
+                if case.name == "tokens":
+                    return await client.post(f"{url}{case.path}", json=EMBEDDING, headers=headers)
+                return await client.get(f"{url}{case.path}", headers=headers)
+
+        return await asyncio.gather(*(ask(number) for number in range(count)))
+
+
 def _left(answer: httpx.Response) -> int:
     """What the header says is left."""
     return int(answer.headers["ratelimit"].partition("r=")[2].partition(";")[0])
