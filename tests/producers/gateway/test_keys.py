@@ -481,17 +481,14 @@ async def _overload(urls: list[str], key: str, count: int) -> list[httpx.Respons
 @pytest.fixture(scope="module")
 def pair(stack: GatewayStack, keyed: Keyed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Keyed]]:
     """Two gateways with limits of each kind; each case of the test below meets one of them first."""
-    limits = {
-        "ENABLED": "true",
-        "TENANT_REQUESTS_PER_MINUTE": str(OF_TENANT),
-        "ADDRESS_REQUESTS_PER_MINUTE": str(OF_ADDRESS),
-        "ROUTES": json.dumps([f"/v1/models={OF_ROUTE}"]),
-    }
     environment = {
         "PENSTOCK_REGISTRY_URL": keyed.registry_url,
         "PENSTOCK_INFERENCE_SERVER_API_KEYS": "required",
         "PENSTOCK_INFERENCE_SERVER_ADDRESS_HEADER": "x-real-ip",
-        **{f"PENSTOCK_INFERENCE_SAFEGUARDS_RATE_LIMIT_{name}": value for name, value in limits.items()},
+        "PENSTOCK_INFERENCE_SAFEGUARDS_RATE_LIMIT_ENABLED": "true",
+        "PENSTOCK_INFERENCE_SAFEGUARDS_RATE_LIMIT_TENANT_REQUESTS_PER_MINUTE": str(OF_TENANT),
+        "PENSTOCK_INFERENCE_SAFEGUARDS_RATE_LIMIT_ADDRESS_REQUESTS_PER_MINUTE": str(OF_ADDRESS),
+        "PENSTOCK_INFERENCE_SAFEGUARDS_RATE_LIMIT_ROUTES": json.dumps([f"/v1/models={OF_ROUTE}"]),
     }
     gateways = [
         GatewayProcess(stack.server, tmp_path_factory.mktemp("pair"), environment=environment) for _ in range(2)
