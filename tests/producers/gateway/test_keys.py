@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -533,7 +534,7 @@ def test_every_limit_is_exact_over_two_gateways(stack: GatewayStack, pair: list[
     made = [pair[0].key(f"{case.name} {tenant}", tenant=tenant, limits=case.limits) for tenant in tenants]
     for each in made:
         with pair[1].client(each) as client:
-            wait_until(lambda client=client: client.get("/v2").status_code != 401, 20, "the other one knows the key")
+            wait_until(partial(_is_known, client), 20, "the other one knows the key")
     with closing(stack.server.client()) as redis:
         for subject in (*tenants, *(each.key.id for each in made)):
             for meter in redis.scan_iter(f"{{gateway}}:limits:*{subject}*", count=10_000):
@@ -546,6 +547,10 @@ def test_every_limit_is_exact_over_two_gateways(stack: GatewayStack, pair: list[
     for answer in refused:
         assert f"({case.name}) is spent" in answer.text
         assert int(answer.headers["retry-after"]) >= 1
+
+
+def _is_known(client: httpx.Client) -> bool:
+    return client.get("/v2").status_code != 401
 
 
 async def _ask_pair(urls: list[str], keys: list[str], case: Overload, count: int) -> list[httpx.Response]:
