@@ -194,7 +194,7 @@ def _costs(taken: Mapping[str, list[Sample]]) -> list[Row]:
         cost = median(run.worker_us for run in taken[name])
         rows.append(
             Row(
-                f"gateway CPU per request of 384 floats, {name}",
+                f"gateway CPU per request, {name} of 384 floats",
                 f"{cost:,.0f} us",
                 f"<= {required} us",
                 f"<= {aim} us",
