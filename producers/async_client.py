@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from math import ceil, inf
 from types import TracebackType
@@ -19,7 +20,7 @@ import penstock.registry.settings  # noqa: F401 - now, because a running loop wo
 from penstock.producers.async_replies import AsyncEndedJobs, AsyncReplyReader, SubmitCoalescer
 from penstock.producers.core import ClientCore, Inputs, Item, Items, Refused, Untaken
 from penstock.producers.events import EventMerger, JobEvent, Silence, unqueued_events
-from penstock.producers.gathering import ENDS, MOST_FOLLOWED, Awaited, Gathered, listed
+from penstock.producers.gathering import ENDS, FOLLOW_TTL_MS, MOST_FOLLOWED, Awaited, Follower, Gathered, listed
 from penstock.producers.job_state import (
     CancelStatus,
     HandleCore,
@@ -225,6 +226,7 @@ class AsyncClient(
             while awaited:
                 for handle in await self._follow(awaited, ended, others):
                     yield handle
+                await self._tell(ended.follower)
                 left = awaited.until(now()) - now()
                 if left <= 0:
                     for handle in await self._read_ends(awaited, awaited.ids):
@@ -249,6 +251,7 @@ class AsyncClient(
             ended.stop()
             for job_id in ended.followed:
                 reader.unsubscribe(job_id, ended)
+            self._untell(ended.follower)
 
     async def _follow(
         self, awaited: Awaited[AsyncJobHandle], ended: AsyncEndedJobs, others: deque[str]
@@ -267,6 +270,19 @@ class AsyncClient(
             if ended.unfollow(handle.id):
                 self._reader.unsubscribe(handle.id, ended)
         return found
+
+    async def _tell(self, follower: Follower) -> None:
+        """Tells the broker which jobs of other processes this client waits for."""
+        now = time.monotonic()
+        if due := follower.due(now):
+            await self._broker.follow(due, follower.id, FOLLOW_TTL_MS)
+            follower.told(due, now)
+
+    def _untell(self, follower: Follower) -> None:
+        """Tells the broker that this client waits no longer."""
+        with suppress(ClientUnusable):
+            if told := follower.take_told():
+                self._broker.unfollow(told, follower.id)
 
     async def _read_ends(self, awaited: Awaited[AsyncJobHandle], job_ids: Sequence[str]) -> list[AsyncJobHandle]:
         found: list[AsyncJobHandle] = []
@@ -424,15 +440,19 @@ class AsyncJobHandle(HandleCore):
         reader, silence = self._client._reader, Silence(timeout)
         merger = EventMerger(self.id, self.tenant, self._client._builder.keyring, after)
         subscription = reader.subscribe(self.id, after)
+        # The submitter of a job cancels it itself.
+        follower = Follower(() if self._state.awaits_reply else (self.id,))
         quiet_s = SILENCE_S
         try:
             while not merger.is_over:
                 record = await self._read_record(subscribe=True)
+                if record.state is State.QUEUED:
+                    await self._client._tell(follower)
                 found = merger.entries(await reader.read_now(self.id, merger.last))
                 for event in chain(found, merger.record(record)):
                     yield event
                     silence.broken()
-                while not (merger.is_over or merger.awaits_record):
+                while not (merger.is_over or merger.awaits_record or follower.is_due(time.monotonic())):
                     left = silence.left(time.monotonic(), merger.last)
                     entries = await subscription.next(self._state.seconds_left(min(left, quiet_s)))
                     if not entries:
@@ -443,8 +463,10 @@ class AsyncJobHandle(HandleCore):
                     for event in merger.entries(entries):
                         yield event
                         silence.broken()
+            follower.drop(self.id)
         finally:
             reader.unsubscribe(self.id, subscription)
+            self._client._untell(follower)
 
     async def cancel(self) -> CancelStatus:
         """Cancels the job as far as that is possible, and returns what it did. See JobHandle.cancel."""

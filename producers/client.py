@@ -11,13 +11,23 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 from penstock.producers.core import ClientCore, Inputs, Item, Items, Refused
 from penstock.producers.events import EventMerger, JobEvent, Silence, is_end, unqueued_events
-from penstock.producers.gathering import ENDS, MOST_FOLLOWED, Awaited, EndedJobs, Gathered, listed
+from penstock.producers.gathering import (
+    ENDS,
+    FOLLOW_TTL_MS,
+    MOST_FOLLOWED,
+    Awaited,
+    EndedJobs,
+    Follower,
+    Gathered,
+    listed,
+)
 from penstock.producers.job_state import (
     CancelStatus,
     HandleCore,
@@ -32,7 +42,7 @@ from penstock.producers.rows import MapOrder
 from penstock.producers.submission import cancellation, expiry, log_accepted, logger
 from penstock.producers.unusable import CLOSED
 from penstock.registry.admission import SubmitOptions
-from penstock.registry.broker.base import JobRecord, ProducerEnd, State
+from penstock.registry.broker.base import JobRecord, ProducerEnd, State, StreamEntry
 from penstock.registry.errors import BrokerUnavailable, JobLost, PenstockError
 from penstock.registry.tensors import Array
 
@@ -199,33 +209,39 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], 
         reader, ended = self._reader, EndedJobs()
         reader.watch(ended)
         try:
-            # The replies of some jobs may have come before `watch`.
-            yield from awaited.take_known()
-            others = deque(each.id for each in awaited.handles() if not _is_told(reader, each._state))
-            yield from self._read_ends(awaited, list(others))
-            while awaited:
-                yield from self._follow(awaited, ended, others)
-                left = awaited.until(time.monotonic()) - time.monotonic()
-                if left <= 0:
-                    yield from self._read_ends(awaited, awaited.ids)
-                    if awaited:
-                        raise awaited.late()
-                elif reader.wait(lambda: bool(ended), min(left, SILENCE_S, awaited.seconds_left(time.monotonic()))):
-                    for job_id in ended.take():
-                        if ended.unfollow(job_id):
-                            reader.unsubscribe(job_id, ended)
-                        yield from awaited.take(job_id)
-                elif not awaited.seconds_left(time.monotonic()):
-                    for handle in awaited.overdue(time.monotonic()):
-                        yield from awaited.settle([(handle.id, handle._look())])
-                elif found := list(self._read_ends(awaited, awaited.sample(RECORDS_AT_ONCE))):
-                    # Replies were lost, and those of other jobs may be lost, too.
-                    reader.catch_up()
-                    yield from found
+            with self._following(ended.follower):
+                yield from self._ends_in_turn(awaited, ended)
         finally:
             reader.unwatch(ended)
             for job_id in ended.followed:
                 reader.unsubscribe(job_id, ended)
+
+    def _ends_in_turn(self, awaited: Awaited[JobHandle], ended: EndedJobs) -> Iterator[JobHandle]:
+        reader = self._reader
+        # The replies of some jobs may have come before `watch`.
+        yield from awaited.take_known()
+        others = deque(each.id for each in awaited.handles() if not _is_told(reader, each._state))
+        yield from self._read_ends(awaited, list(others))
+        while awaited:
+            yield from self._follow(awaited, ended, others)
+            self._tell(ended.follower)
+            left = awaited.until(time.monotonic()) - time.monotonic()
+            if left <= 0:
+                yield from self._read_ends(awaited, awaited.ids)
+                if awaited:
+                    raise awaited.late()
+            elif reader.wait(lambda: bool(ended), min(left, SILENCE_S, awaited.seconds_left(time.monotonic()))):
+                for job_id in ended.take():
+                    if ended.unfollow(job_id):
+                        reader.unsubscribe(job_id, ended)
+                    yield from awaited.take(job_id)
+            elif not awaited.seconds_left(time.monotonic()):
+                for handle in awaited.overdue(time.monotonic()):
+                    yield from awaited.settle([(handle.id, handle._look())])
+            elif found := list(self._read_ends(awaited, awaited.sample(RECORDS_AT_ONCE))):
+                # Replies were lost, and those of other jobs may be lost, too.
+                reader.catch_up()
+                yield from found
 
     def _follow(self, awaited: Awaited[JobHandle], ended: EndedJobs, others: deque[str]) -> Iterator[JobHandle]:
         """Reads the event streams of jobs without a reply; yields those that have ended meanwhile."""
@@ -238,6 +254,27 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], 
                 if found and ended.unfollow(job_id):
                     self._reader.unsubscribe(job_id, ended)
                 yield from found
+
+    def _tell(self, follower: Follower) -> None:
+        """Tells the broker which jobs of other processes this client waits for."""
+        now = time.monotonic()
+        if due := follower.due(now):
+            self._broker.follow(due, follower.id, FOLLOW_TTL_MS)
+            follower.told(due, now)
+
+    @contextmanager
+    def _following(self, follower: Follower) -> Iterator[None]:
+        """Tells the broker at the end of the block that this client waits no longer."""
+        try:
+            yield
+        except BrokerUnavailable:
+            # What the broker was told lapses. Another call would wait for the broker again.
+            follower.take_told()
+            raise
+        finally:
+            with suppress(PenstockError):
+                if told := follower.take_told():
+                    self._broker.unfollow(told, follower.id)
 
     def _read_ends(self, awaited: Awaited[JobHandle], job_ids: Sequence[str]) -> Iterator[JobHandle]:
         for start in range(0, len(job_ids), RECORDS_AT_ONCE):
@@ -341,21 +378,31 @@ class JobHandle(HandleCore):
         merger = EventMerger(self.id, self.tenant, self._client._builder.keyring, after)
         subscription = reader.subscribe(self.id, after)
         try:
-            while not merger.is_over:
-                record = self._read_record(subscribe=True)
-                found = merger.entries(reader.read_now(self.id, merger.last))
-                for event in chain(found, merger.record(record)):
-                    yield event
-                    silence.broken()
-                while not (merger.is_over or merger.awaits_record):
-                    left = silence.left(time.monotonic(), merger.last)
-                    if not reader.wait(lambda: bool(subscription), self._state.seconds_left(min(left, SILENCE_S))):
-                        break
-                    for event in merger.entries(_drained(subscription)):
-                        yield event
-                        silence.broken()
+            with self._client._following(follower := self._follower()):
+                yield from self._events(merger, silence, subscription, follower)
         finally:
             reader.unsubscribe(self.id, subscription)
+
+    def _events(
+        self, merger: EventMerger, silence: Silence, subscription: deque[StreamEntry], follower: Follower
+    ) -> Iterator[JobEvent]:
+        reader = self._client._reader
+        while not merger.is_over:
+            record = self._read_record(subscribe=True)
+            if record.state is State.QUEUED:
+                self._client._tell(follower)
+            found = merger.entries(reader.read_now(self.id, merger.last))
+            for event in chain(found, merger.record(record)):
+                yield event
+                silence.broken()
+            while not (merger.is_over or merger.awaits_record or follower.is_due(time.monotonic())):
+                left = silence.left(time.monotonic(), merger.last)
+                if not reader.wait(lambda: bool(subscription), self._state.seconds_left(min(left, SILENCE_S))):
+                    break
+                for event in merger.entries(_drained(subscription)):
+                    yield event
+                    silence.broken()
+        follower.drop(self.id)
 
     def cancel(self) -> CancelStatus:
         """Cancels the job as far as that is possible, and returns what it did.
@@ -400,11 +447,19 @@ class JobHandle(HandleCore):
     def _find_end(self, timeout: float | None) -> None:
         """Waits until the end is known."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        if not self._state.awaits_reply:
-            self._read_record()
-        self._wait_for_end(deadline, timeout)
+        if self._state.awaits_reply:
+            self._wait_for_end(deadline, timeout, None)
+            return
+        self._read_record()
+        with self._client._following(follower := self._follower()):
+            self._wait_for_end(deadline, timeout, follower)
+            follower.drop(self.id)
 
-    def _wait_for_end(self, deadline: float | None, timeout: float | None) -> None:
+    def _follower(self) -> Follower:
+        """The wait for this job. Its submitter needs none: it cancels the job itself."""
+        return Follower(() if self._state.awaits_reply else (self.id,))
+
+    def _wait_for_end(self, deadline: float | None, timeout: float | None, follower: Follower | None) -> None:
         state, reader = self._state, self._client._reader
         while state.record is None:
             left = _LONGEST_WATCH_S if deadline is None else deadline - time.monotonic()
@@ -413,6 +468,8 @@ class JobHandle(HandleCore):
                     raise result_timeout(timeout)
             elif not _is_told(reader, state):
                 # In a forked child, also a job of the parent: the parent gets the reply.
+                if follower is not None:
+                    self._client._tell(follower)
                 self._watch(min(left, _LONGEST_WATCH_S))
             elif reader.wait(lambda: not state.awaits_reply, state.seconds_left(min(left, SILENCE_S))):
                 continue

@@ -8,6 +8,7 @@ the records of some of the jobs, as for a single result.
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -30,8 +31,11 @@ from penstock.registry.errors import (
 from penstock.registry.queues import events_key
 from penstock.registry.tensors import Array
 
-__all__ = ["ENDS", "MOST_FOLLOWED", "Awaited", "EndedJobs", "Gathered", "listed"]
+__all__ = ["ENDS", "FOLLOW_TTL_MS", "MOST_FOLLOWED", "Awaited", "EndedJobs", "Follower", "Gathered", "listed"]
 
+_RENEW_S: Final = 20.0
+FOLLOW_TTL_MS: Final = 60_000
+"""Three renewals: the longest silence of a subscriber lies between two of them."""
 MOST_FOLLOWED: Final = 256
 """Jobs of other clients whose event streams one `as_completed` reads at a time."""
 ENDS: Final = (JobFailed, JobLost, ResultGone, UnknownJob, Corrupt)
@@ -148,12 +152,56 @@ def listed(jobs: Iterable[Handle]) -> list[Handle]:
     return list(handles)
 
 
+class Follower:
+    """The wait of one call for jobs that other processes have submitted, as the broker is told of it again and again.
+
+    The submitter of a followed job does not cancel it when its own client has gone. now: on the clock of
+    time.monotonic().
+    """
+
+    __slots__ = ("_renew_at", "id")
+
+    def __init__(self, job_ids: Iterable[str] = ()) -> None:
+        self.id = secrets.token_hex(6)
+        """Names the wait. Another wait of the same client has another name."""
+        self._renew_at = dict.fromkeys(job_ids, 0.0)
+
+    def add(self, job_id: str) -> None:
+        """Waits for this job, too."""
+        self._renew_at[job_id] = 0.0
+
+    def drop(self, job_id: str) -> None:
+        """The job has ended, or its wait has."""
+        self._renew_at.pop(job_id, None)
+
+    def is_due(self, now: float) -> bool:
+        """Whether the broker is to be told of any job now."""
+        return any(renew_at <= now for renew_at in self._renew_at.values())
+
+    def due(self, now: float) -> list[str]:
+        """The jobs that the broker is to be told of now."""
+        return [job_id for job_id, renew_at in self._renew_at.items() if renew_at <= now]
+
+    def told(self, job_ids: Iterable[str], now: float) -> None:
+        """The broker knows of the wait for these jobs."""
+        for job_id in job_ids:
+            self._renew_at[job_id] = now + _RENEW_S
+
+    def take_told(self) -> list[str]:
+        """The jobs that the broker knows of, for the end of the wait. It is over."""
+        told = [job_id for job_id, renew_at in self._renew_at.items() if renew_at]
+        self._renew_at.clear()
+        return told
+
+
 class EndedJobs:
     """The ids of jobs that ended, as replies and events tell them. Replies of all jobs of a client come here."""
 
     def __init__(self) -> None:
         self._ids: deque[str] = deque()
         self._followed: dict[str, str] = {}
+        self.follower = Follower()
+        """The jobs of `followed`, as the broker is told of them."""
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -166,9 +214,11 @@ class EndedJobs:
     def follow(self, job_id: str) -> None:
         """Notes that the job's event stream is read."""
         self._followed[events_key(job_id)] = job_id
+        self.follower.add(job_id)
 
     def unfollow(self, job_id: str) -> bool:
         """Notes that the job's event stream is read no longer. Whether it was read."""
+        self.follower.drop(job_id)
         return self._followed.pop(events_key(job_id), None) is not None
 
     def append(self, entry: StreamEntry) -> None:

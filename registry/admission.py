@@ -73,6 +73,7 @@ class SubmitOptions(msgspec.Struct, frozen=True, gc=False):
     means the tenant.
     endpoint: one of the model's endpoints, whose policy the job has. None means `infer`.
     account: the id of the API key that pays for the job. The gateway says so; empty: none.
+    prompt_tokens: of the inputs of each job of the call, for the usage of `account`. Empty: the gateway counted none.
     """
 
     priority: PriorityName = "normal"
@@ -86,6 +87,7 @@ class SubmitOptions(msgspec.Struct, frozen=True, gc=False):
     sticky_key: str | None = None
     endpoint: str | None = None
     account: str = ""
+    prompt_tokens: Sequence[int] = ()
 
 
 _DEFAULTS: Final = SubmitOptions()
@@ -202,7 +204,8 @@ class JobBuilder:
         if template is None:
             template = self._template(spec, options, reply, lane=lane, is_for_one=True)
         job = None if job_id else template.build(inputs, idempotency_key, options.account)
-        return job or self._built(template, inputs, idempotency_key, options.account, job_id)
+        job = job or self._built(template, inputs, idempotency_key, options.account, job_id)
+        return replace(job, prompt_tokens=options.prompt_tokens[0]) if options.prompt_tokens else job
 
     def encoded(self, spec: ModelSpec, inputs: Mapping[str, object], options: SubmitOptions) -> tuple[JobHeader, bytes]:
         """(header, body) of a job as a worker will read them, but for its id and its idempotency key. Raises as
@@ -242,6 +245,8 @@ class JobBuilder:
                         raise refusal from None
                     refused[index] = refusal
                     continue
+            if options.prompt_tokens:
+                job = replace(job, prompt_tokens=options.prompt_tokens[index - first_index])
             publications.append(job)
         return publications
 

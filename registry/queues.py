@@ -33,12 +33,14 @@ __all__ = [
     "PriorityName",
     "active_key",
     "breakers_key",
+    "charged_key",
     "crashes_key",
     "dead_key",
     "event_stream_key",
     "events_key",
     "experiment_key",
     "flow_key",
+    "followers_key",
     "idempotency_key",
     "is_derived",
     "is_job_id",
@@ -355,6 +357,11 @@ def meter_key(subject: str, meter: str) -> str:
     return f"{{gateway}}:limits:{meter}:{subject}"
 
 
+def charged_key(batch_id: str) -> str:
+    """Bits: the lines of a batch that were charged on the limits of its key, by their numbers; see spend.lua."""
+    return f"{{gateway}}:charged:{batch_id}"
+
+
 def record_key(job_id: str) -> str:
     """The key of a job: its record, and after its end its result."""
     return local_record_key(*split_job_id(job_id))
@@ -381,6 +388,12 @@ def event_stream_key(record: str) -> str:
 def overdue_key(job_id: str) -> str:
     """The last call that asked to end this overdue job under its lapsed lease, and the time that is counted so far."""
     return record_key(job_id) + ":overdue"
+
+
+def followers_key(job_id: str) -> str:
+    """A line `<until in ms> <follower>` for each process that waits for the job and has not submitted it."""
+    slot, local = split_job_id(job_id)
+    return f"{{{slot}}}:followers:{local}"
 
 
 def paused_key(slot: str) -> str:
@@ -472,8 +485,10 @@ _TYPES: Final = {
     "{*}:specs": "hash",
     "{*}:breakers": "hash",
     "{*}:flow": "hash",
+    "{*}:followers:*": "string",
     "{*}:usage": "hash",
     "{*}:limits:*": "hash",
+    "{*}:charged:*": "string",
     "{*}:shadow": "string",
     "{*}:shadowflow": "hash",
     "{*}:shadowreport": "hash",

@@ -125,6 +125,18 @@ class AsyncClientEnd:
         """See ProducerEnd.cancel."""
         return self._end.cancel(job_id, tenant, sealed)
 
+    async def abandon(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
+        """See ProducerEnd.abandon."""
+        return self._end.abandon(job_id, tenant, sealed)
+
+    async def follow(self, job_ids: Sequence[str], follower: str, ttl_ms: int) -> None:
+        """See ProducerEnd.follow."""
+        self._end.follow(job_ids, follower, ttl_ms)
+
+    def unfollow(self, job_ids: Sequence[str], follower: str) -> None:
+        """See ProducerEnd.unfollow."""
+        self._end.unfollow(job_ids, follower)
+
     async def expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
         """See ProducerEnd.expire."""
         return self._end.expire(job_id, tenant, sealed)

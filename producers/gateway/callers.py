@@ -23,7 +23,7 @@ from penstock.producers.gateway.key_copy import KeyCopy
 from penstock.producers.gateway.limits import Owner, RateLimits
 from penstock.producers.gateway.revocations import REVOKED, Revocations
 from penstock.registry.api_keys import UNKNOWN_DIGEST, ApiKey, KeyLimits, KeyRole, digest_of, parse_api_key
-from penstock.registry.broker.meters import Charge, Reading
+from penstock.registry.broker.meters import Charge, Lines, Reading
 from penstock.registry.errors import BadApiKey, NotPermitted, RateLimited
 from penstock.registry.settings import Settings
 
@@ -126,14 +126,14 @@ class Entry:
             latest = {reading.meter.key: reading for reading in found}
             self.readings = tuple(latest.get(before.meter.key, before) for before in self.readings)
 
-    async def spend_for_lines(self, tokens: Sequence[int]) -> int:
+    async def spend_for_lines(self, tokens: Sequence[int], lines: Lines) -> int:
         """Charges lines of a batch, from the first one on: as many as the limits have room for. tokens: of each.
 
         Raises RateLimited when there is no room for the first one.
         """
         if self._limits is None:
             return len(tokens)
-        return await self._limits.admit_most(self._charges, tokens)
+        return await self._limits.admit_most(self._charges, tokens, lines)
 
 
 def _nothing() -> None:

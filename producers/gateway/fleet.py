@@ -20,9 +20,10 @@ from penstock.producers.core import Inputs, Item, Items, Refused, Untaken
 from penstock.producers.gateway.callers import caller, entered
 from penstock.producers.gathering import ENDS
 from penstock.producers.job_state import HandleCore
+from penstock.producers.submission import cancellation
 from penstock.registry.admission import SubmitOptions
 from penstock.registry.broker.base import Backlog, Usage
-from penstock.registry.broker.meters import Charge, Spent
+from penstock.registry.broker.meters import Charge, Lines, Spent
 from penstock.registry.errors import (
     Corrupt,
     InvalidInput,
@@ -97,10 +98,22 @@ class GatewayClient(AsyncClient):
             job_ids=job_ids,
         )
 
-    async def spend(self, requests: Sequence[Sequence[Charge]]) -> list[Spent]:
+    async def abandon(self, handle: AsyncJobHandle) -> None:
+        """Cancels a job of this client for which no other process waits. Raises BrokerUnavailable."""
+        self._enter_loop()
+        await self._broker.abandon(
+            handle.id, handle.tenant, cancellation(handle.id, handle.tenant, self._builder.keyring)
+        )
+
+    async def spend(self, requests: Sequence[Sequence[Charge]], lines: Mapping[int, Lines]) -> list[Spent]:
         """Charges requests on their meters; see registry/broker/meters.py. Raises BrokerUnavailable."""
         self._enter_loop()
-        return await self._broker.spend(requests)
+        return await self._broker.spend(requests, lines)
+
+    async def charged_lines(self, batch_id: str) -> frozenset[int]:
+        """The numbers of the lines of a batch that were charged. Raises BrokerUnavailable."""
+        self._enter_loop()
+        return await self._broker.charged(batch_id)
 
     async def spec_of(self, model: str, version: str | None = None) -> ModelSpec:
         """The spec of the active version, which is `latest`, too, or of the named one.
@@ -114,6 +127,10 @@ class GatewayClient(AsyncClient):
     async def _spec_of_any(self, model: str, version: str | None = None) -> ModelSpec:
         self._enter_loop()
         return (None if version else self._specs.fresh(model)) or await self._spec(model, version)
+
+    async def submit_one(self, model: str, inputs: Inputs, options: SubmitOptions, key: str | None) -> AsyncJobHandle:
+        """Publishes one job, as `submit` does. key: its idempotency key."""
+        return await self._submit(model, inputs, options, key)
 
     async def submit_items(
         self,

@@ -10,19 +10,20 @@ The counts are in Redis only: several processes together admit as many requests 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Final, NamedTuple, TypeAlias
 
 from penstock.registry.api_keys import KeyLimits
-from penstock.registry.broker.meters import TOKENS, Charge, Meter, Reading, Spent, WindowKind, account_subject
+from penstock.registry.broker.meters import TOKENS, Charge, Lines, Meter, Reading, Spent, WindowKind, account_subject
 from penstock.registry.errors import RateLimited
 from penstock.registry.queues import meter_key
 from penstock.registry.settings_sections import RateLimitConfig
 
 __all__ = ["Owner", "RateLimits", "SpendAll", "headers_of"]
 
-SpendAll: TypeAlias = Callable[[Sequence[Sequence[Charge]]], Awaitable[list[Spent]]]
+SpendAll: TypeAlias = Callable[[Sequence[Sequence[Charge]], Mapping[int, Lines]], Awaitable[list[Spent]]]
+_Waiting: TypeAlias = tuple[Sequence[Charge], Lines | None, asyncio.Future[Spent]]
 _MOST_AT_ONCE: Final = 128
 _PER: Final[dict[WindowKind, str]] = {"m": "minute", "d": "day", "M": "month"}
 _SECONDS: Final[dict[WindowKind, int]] = {"m": 60, "d": 86_400}
@@ -44,7 +45,7 @@ class RateLimits:
         self._config = config
         self._by_route = config.by_route
         self._spend = spend
-        self._waiting: list[tuple[Sequence[Charge], asyncio.Future[Spent]]] = []
+        self._waiting: list[_Waiting] = []
         self._sending: asyncio.Task[None] | None = None
 
     def charges(self, owner: Owner, route: str) -> tuple[Charge, ...]:
@@ -77,28 +78,29 @@ class RateLimits:
         charges = self.charges(owner._replace(address=""), "")
         return tuple(Charge(_for_lines(meter), cost) for meter, cost in charges if meter.name != "address")
 
-    async def admit_most(self, charges: Sequence[Charge], tokens: Sequence[int]) -> int:
-        """Charges as many requests as there is room for, from the first one on. tokens: of each, 0 where unknown.
+    async def admit_most(self, charges: Sequence[Charge], tokens: Sequence[int], lines: Lines) -> int:
+        """Charges as many lines of a batch as there is room for, from the first one on. tokens: of each, 0: unknown.
 
-        A request of more tokens than the limit is charged as many as that. Raises RateLimited when there is no room
+        A line of more tokens than the limit is charged as many as that. Raises RateLimited when there is no room
         for the first one, and BrokerUnavailable.
         """
         count = len(tokens)
         while True:
             costs = [Charge(meter, _cost_of(meter, tokens[:count])) for meter, _ in charges]
             try:
-                await self.admit(costs)
+                await self.admit(costs, Lines(lines.batch_id, lines.numbers[:count]))
                 return count
             except RateLimited as refused:
                 count = min(_fitting(reading, tokens[:count]) for reading in refused.readings)
                 if not count:
                     raise
 
-    async def admit(self, charges: Sequence[Charge]) -> tuple[Reading, ...]:
-        """Charges one request. Raises RateLimited, and then nothing is charged; and BrokerUnavailable."""
+    async def admit(self, charges: Sequence[Charge], lines: Lines | None = None) -> tuple[Reading, ...]:
+        """Charges one request, or lines of a batch. Raises RateLimited, and then nothing is charged; and
+        BrokerUnavailable."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Spent] = loop.create_future()
-        self._waiting.append((charges, answer))
+        self._waiting.append((charges, lines, answer))
         if self._sending is None:
             self._sending = loop.create_task(self._send_all())
         spent = await answer
@@ -121,15 +123,16 @@ class RateLimits:
         finally:
             self._sending = None
 
-    async def _send(self, batch: Sequence[tuple[Sequence[Charge], asyncio.Future[Spent]]]) -> None:
+    async def _send(self, batch: Sequence[_Waiting]) -> None:
         try:
-            answers = await self._spend([charges for charges, _ in batch])
+            lines = {place: each for place, (_, each, _) in enumerate(batch) if each is not None}
+            answers = await self._spend([charges for charges, _, _ in batch], lines)
         except Exception as error:  # every error belongs to the tasks that await an answer
-            for _, waiting in batch:
+            for _, _, waiting in batch:
                 if not waiting.done():
                     waiting.set_exception(error)
             return
-        for (_, waiting), answer in zip(batch, answers, strict=True):
+        for (_, _, waiting), answer in zip(batch, answers, strict=True):
             if not waiting.done():
                 waiting.set_result(answer)
 

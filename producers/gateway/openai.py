@@ -93,7 +93,7 @@ class OpenAiRoutes:
         key = idempotency_key(exchange)
         job = await self.prepare_line({}, await exchange.json_body())
         await exchange.entry.spend(tokens=job.tokens)
-        request = JobRequest(job.model, job.inputs, outputs=job.outputs, idempotency_key=key)
+        request = JobRequest(job.model, job.inputs, outputs=job.outputs, idempotency_key=key, prompt_tokens=job.tokens)
         finished = await self._jobs.run(request, exchange)
         await exchange.answer(200, job.write(finished.outputs, finished.info.version, finished.job_id))
 

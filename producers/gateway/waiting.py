@@ -21,6 +21,7 @@ from penstock.producers.gateway.drain_rate import Queues
 from penstock.producers.gateway.exchange import ClientGone
 from penstock.producers.gateway.fleet import GatewayClient
 from penstock.producers.job_state import JobInfo
+from penstock.registry.admission import SubmitOptions
 from penstock.registry.envelope import Retry
 from penstock.registry.errors import PenstockError, QueueFull
 from penstock.registry.queues import PriorityName
@@ -45,7 +46,10 @@ class Requester(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JobRequest:
-    """A job as any protocol asks for it. The fields are the arguments of AsyncClient.submit."""
+    """A job as any protocol asks for it. The fields are the arguments of AsyncClient.submit.
+
+    prompt_tokens: of the inputs, for the usage of the API key; 0 where the model's result tells them, or nobody.
+    """
 
     model: str
     inputs: Mapping[str, object]
@@ -59,6 +63,7 @@ class JobRequest:
     webhook: str | None = None
     sticky_key: str | None = None
     endpoint: str | None = None
+    prompt_tokens: int = 0
 
 
 class Finished(NamedTuple):
@@ -104,12 +109,9 @@ class Jobs:
 
     async def submit(self, request: JobRequest, exchange: Requester) -> AsyncJobHandle:
         """Publishes a job. Raises as AsyncClient.submit does."""
-        handle = await self.client.submit(
-            request.model,
-            request.inputs,
+        options = SubmitOptions(
             priority=request.priority,
             deadline_s=request.deadline_s,
-            idempotency_key=request.idempotency_key,
             version=request.version,
             outputs=request.outputs,
             traceparent=request.traceparent,
@@ -117,7 +119,9 @@ class Jobs:
             webhook=request.webhook,
             sticky_key=request.sticky_key,
             endpoint=request.endpoint,
+            prompt_tokens=(request.prompt_tokens,) if request.prompt_tokens else (),
         )
+        handle = await self.client.submit_one(request.model, request.inputs, options, request.idempotency_key)
         exchange.about = job_headers(handle.id)
         return handle
 
@@ -209,10 +213,10 @@ class Jobs:
         return _Waiter(self._waiters, job_id)
 
     def abandon(self, handle: AsyncJobHandle) -> None:
-        """Cancels a job whose request has ended, unless another request of this process waits for it."""
+        """Cancels a job whose request has ended, unless another request of any process waits for it."""
         if handle.id in self._waiters:
             return
-        task = asyncio.get_running_loop().create_task(_cancel(handle))
+        task = asyncio.get_running_loop().create_task(_abandon(self.client, handle))
         self._cancelling.add(task)
         task.add_done_callback(self._cancelling.discard)
 
@@ -259,10 +263,10 @@ class _Waiter:
             self._waiters[self._job_id] = left
 
 
-async def _cancel(handle: AsyncJobHandle) -> None:
+async def _abandon(client: GatewayClient, handle: AsyncJobHandle) -> None:
     # The job ends by its lifetime, if the broker is away.
     with suppress(PenstockError):
-        await handle.cancel()
+        await client.abandon(handle)
 
 
 def job_headers(job_id: str, info: JobInfo | None = None) -> list[tuple[bytes, bytes]]:

@@ -92,7 +92,7 @@ class Publication(msgspec.Struct, frozen=True, gc=False):
     `fingerprint` is the digest of its payload: two payloads under one key are a conflict. `deadline_ms` counts from
     acceptance; 0: no deadline. `webhook` is the line of the job's record that tells where to report its end, see
     registry/webhook_target.py; empty: nowhere. `account` is the id of the API key that pays for the job; empty:
-    none."""
+    none. `prompt_tokens` counts in its usage: tokens of the inputs that the model's result will not tell."""
 
     job_id: str
     priority: Priority
@@ -104,6 +104,7 @@ class Publication(msgspec.Struct, frozen=True, gc=False):
     deadline_ms: int = 0
     webhook: str = ""
     account: str = ""
+    prompt_tokens: int = 0
 
     def lifetime_ms(self, job_ttl_ms: int) -> int:
         """How long after its acceptance the job may start."""
@@ -157,11 +158,13 @@ class Rating(Enum):
 
 class CancelOutcome(Enum):
     """What became of a job that had not ended. `CANCELLED`: it will never run. `REQUESTED`: a worker holds the job and
-    is told to stop. `UNKNOWN`: there is no such job."""
+    is told to stop. `UNKNOWN`: there is no such job. `FOLLOWED`: the job goes on; another process
+    waits for it."""
 
     CANCELLED = "cancelled"
     REQUESTED = "requested"
     UNKNOWN = "unknown"
+    FOLLOWED = "followed"
 
 
 class StreamEntry(NamedTuple):
@@ -254,7 +257,8 @@ class Renewal(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """What an account has used of a model in a month: accepted jobs, and the tokens of the texts of ended ones."""
+    """What an account has used of a model in a month: accepted jobs, and tokens: those that were counted at acceptance,
+    and those of the texts of ended jobs."""
 
     jobs: int = 0
     prompt_tokens: int = 0
@@ -386,6 +390,15 @@ class ProducerEnd(Protocol):
         """Withdraw a waiting job, with `sealed` as its result. If a worker holds the job, ask the worker to stop.
 
         Returns the terminal record of a job that had ended. Its tenant is not compared: the sealed result has it."""
+
+    def abandon(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
+        """The same as `cancel`, for a submitter that waits no longer. Nothing happens to a job that is followed."""
+
+    def follow(self, job_ids: Sequence[str], follower: str, ttl_ms: int) -> None:
+        """Note for `ttl_ms` that a process waits for jobs which it has not submitted. `follower` names that wait."""
+
+    def unfollow(self, job_ids: Sequence[str], follower: str) -> None:
+        """End a `follow`."""
 
     def expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
         """End a job whose deadline or lifetime has passed, with `sealed` as its result. Returns whether it did.

@@ -138,6 +138,27 @@ class MemoryBroker(MemoryOperatorEnd):
                 self._state.tell(slot_of(job_id), record.reply, [(job_id, record)])
             return CancelOutcome.CANCELLED
 
+    def abandon(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
+        """See ProducerEnd.abandon."""
+        with self._lock:
+            record = self._state.records.get(job_id)
+            is_live = record is not None and record.state is State.QUEUED and record.tenant == tenant
+            if is_live and self._state.followers[job_id].values():
+                return CancelOutcome.FOLLOWED
+            return self.cancel(job_id, tenant, sealed)
+
+    def follow(self, job_ids: Sequence[str], follower: str, ttl_ms: int) -> None:
+        """See ProducerEnd.follow."""
+        with self._lock:
+            for job_id in job_ids:
+                self._state.followers[job_id].put(follower, None, ttl_ms)
+
+    def unfollow(self, job_ids: Sequence[str], follower: str) -> None:
+        """See ProducerEnd.unfollow."""
+        with self._lock:
+            for job_id in job_ids:
+                self._state.followers[job_id].pop(follower)
+
     def rate(self, job_id: str, experiment: str, version: str, quality: float) -> Rating:
         """See ProducerEnd.rate."""
         with self._lock:

@@ -45,7 +45,7 @@ __all__ = ["ArmedClaim", "MemoryState"]
 _DATA: Final = (
     *("slots", "records", "idempotency", "streams", "reports", "keyrings", "crashes"),
     *("specs", "activated", "paused", "lease_ms", "webhooks", "experiments", "ratings"),
-    "usage",
+    *("usage", "followers"),
 )
 """The attributes of MemoryState that hold data."""
 
@@ -74,6 +74,8 @@ class MemoryState(MemoryStreams):
         """Fingerprint and job id by idempotency key."""
         self.reports: Expiring[bytes] = Expiring(self.now_ms)
         self.keyrings: defaultdict[str, Expiring[bytes]] = defaultdict(lambda: Expiring(self.now_ms))
+        self.followers: defaultdict[str, Expiring[None]] = defaultdict(lambda: Expiring(self.now_ms))
+        """The processes that wait for a job, by its id."""
         self.crashes: Expiring[frozenset[str]] = Expiring(self.now_ms)
         """Incidents by entry; see crashes_key."""
         self.experiments: Expiring[dict[str, bytes]] = Expiring(self.now_ms)
@@ -144,7 +146,7 @@ class MemoryState(MemoryStreams):
             )
         flow.in_flight[job.tenant] += 1
         if job.account:
-            self._use(slot, job.account, Usage(1))
+            self._use(slot, job.account, Usage(1, job.prompt_tokens))
         return Receipt("accepted", job.job_id)
 
     def _use(self, slot: str, account: str, more: Usage) -> None:

@@ -7,14 +7,17 @@ a committed text -> token_charge: it was generated, so it is charged also beyond
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from penstock.registry.broker import redis_scripts as scripts
 from penstock.registry.broker.base import Usage
-from penstock.registry.queues import meter_key, usage_key
+from penstock.registry.queues import charged_key, meter_key, usage_key
 
 __all__ = [
+    "Lines",
+    "charged",
+    "parse_charged",
     "TOKENS",
     "Charge",
     "Meter",
@@ -66,6 +69,13 @@ class Reading(NamedTuple):
     reset_s: int
 
 
+class Lines(NamedTuple):
+    """Lines of a batch that are charged together, once: a repeated call charges nothing. numbers: from 0 on."""
+
+    batch_id: str
+    numbers: Sequence[int]
+
+
 class Spent(NamedTuple):
     """Whether a request was admitted and charged, and its meters."""
 
@@ -83,15 +93,22 @@ def token_charge(account: str, tokens: int) -> Charge:
     return Charge(Meter(TOKENS, meter_key(account_subject(account), TOKENS), "m", _NO_LIMIT), tokens)
 
 
-def spend(requests: Sequence[Sequence[Charge]]) -> scripts.Call:
-    """One call that admits or refuses requests, in order. Each is charged on all its meters, or on none."""
+def spend(requests: Sequence[Sequence[Charge]], lines: Mapping[int, Lines] | None = None) -> scripts.Call:
+    """One call that admits or refuses requests, in order. Each is charged on all its meters, or on none.
+
+    lines: of a request, by its place.
+    """
     keys: list[str] = []
     words: list[Any] = [len(requests)]
-    for charges in requests:
-        words.append(len(charges))
+    for place, charges in enumerate(requests):
+        of_batch = lines.get(place) if lines else None
+        words += (len(charges), len(of_batch.numbers) if of_batch else 0)
         for meter, cost in charges:
             keys.append(meter.key)
             words += (meter.kind, meter.limit, cost)
+        if of_batch:
+            keys.append(charged_key(of_batch.batch_id))
+            words += of_batch.numbers
     return ["EVALSHA", scripts.sha_of("spend"), len(keys), *keys, *words]
 
 
@@ -105,6 +122,17 @@ def spent(requests: Sequence[Sequence[Charge]], answer: Sequence[Sequence[int]])
 def _readings(charges: Sequence[Charge], found: Sequence[int]) -> Iterator[Reading]:
     for place, charge in enumerate(charges):
         yield Reading(charge.meter, found[1 + 2 * place], found[2 + 2 * place])
+
+
+def charged(batch_id: str) -> scripts.Call:
+    """Which lines of a batch were charged."""
+    return ["GET", charged_key(batch_id)]
+
+
+def parse_charged(answer: bytes | None) -> frozenset[int]:
+    """Parses the answer of `charged`: the numbers of the lines."""
+    bits = enumerate(answer or b"")
+    return frozenset(8 * place + bit for place, byte in bits for bit in range(8) if byte & 0x80 >> bit)
 
 
 def usage(slot: str) -> scripts.Call:

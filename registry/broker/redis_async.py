@@ -34,7 +34,7 @@ from penstock.registry.broker.base import (
     Usage,
 )
 from penstock.registry.broker.broker_url import BrokerAddress, parse_broker_url
-from penstock.registry.broker.meters import Charge, Spent, spend, spent
+from penstock.registry.broker.meters import Charge, Lines, Spent, spend, spent
 from penstock.registry.broker.redis_connection import (
     LOST_CONNECTION,
     REPAIRS,
@@ -110,7 +110,27 @@ class AsyncRedisStreams:
 
     async def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
         """See ProducerEnd.cancel."""
-        return scripts.cancelled(await self._run(scripts.cancel(job_id, tenant, sealed, self._result_ttl_ms)))
+        return await self._cancel(job_id, tenant, sealed, unless_followed=False)
+
+    async def abandon(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
+        """See ProducerEnd.abandon."""
+        return await self._cancel(job_id, tenant, sealed, unless_followed=True)
+
+    async def _cancel(
+        self, job_id: str, tenant: str, sealed: bytes, *, unless_followed: bool
+    ) -> CancelOutcome | JobRecord:
+        call = scripts.cancel(job_id, tenant, sealed, self._result_ttl_ms, unless_followed=unless_followed)
+        return scripts.cancelled(await self._run(call))
+
+    async def follow(self, job_ids: Sequence[str], follower: str, ttl_ms: int) -> None:
+        """See ProducerEnd.follow."""
+        for call in scripts.follow(job_ids, follower, ttl_ms):
+            await self._run(call)
+
+    def unfollow(self, job_ids: Sequence[str], follower: str) -> None:
+        """See ProducerEnd.unfollow. Not awaited: a note that is not deleted lapses."""
+        for call in scripts.follow(job_ids, follower, 0):
+            self._calling.ask_now(call, lambda _: None)
 
     async def expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
         """See ProducerEnd.expire."""
@@ -162,9 +182,15 @@ class AsyncRedisStreams:
         """See WorkerEnd.actives."""
         return scripts.parse_actives(slots, await self._run(scripts.actives(slots)))
 
-    async def spend(self, requests: Sequence[Sequence[Charge]]) -> list[Spent]:
+    async def spend(
+        self, requests: Sequence[Sequence[Charge]], lines: Mapping[int, Lines] | None = None
+    ) -> list[Spent]:
         """Admits or refuses requests within their limits, in order. See registry/broker/meters.py."""
-        return spent(requests, await self._run(spend(requests)))
+        return spent(requests, await self._run(spend(requests, lines)))
+
+    async def charged(self, batch_id: str) -> frozenset[int]:
+        """The numbers of the lines of a batch that `spend` has charged."""
+        return meters.parse_charged(await self._run(meters.charged(batch_id)))
 
     async def models(self) -> list[str]:
         """See FleetEnd.models."""

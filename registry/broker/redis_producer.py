@@ -55,7 +55,24 @@ class RedisProducer(RedisConnection):
 
     def cancel(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
         """See ProducerEnd.cancel."""
-        return scripts.cancelled(self._run(scripts.cancel(job_id, tenant, sealed, self._result_ttl_ms)))
+        return self._cancel(job_id, tenant, sealed, unless_followed=False)
+
+    def abandon(self, job_id: str, tenant: str, sealed: bytes) -> CancelOutcome | JobRecord:
+        """See ProducerEnd.abandon."""
+        return self._cancel(job_id, tenant, sealed, unless_followed=True)
+
+    def _cancel(self, job_id: str, tenant: str, sealed: bytes, *, unless_followed: bool) -> CancelOutcome | JobRecord:
+        call = scripts.cancel(job_id, tenant, sealed, self._result_ttl_ms, unless_followed=unless_followed)
+        return scripts.cancelled(self._run(call))
+
+    def follow(self, job_ids: Sequence[str], follower: str, ttl_ms: int) -> None:
+        """See ProducerEnd.follow."""
+        for call in scripts.follow(job_ids, follower, ttl_ms):
+            self._run(call)
+
+    def unfollow(self, job_ids: Sequence[str], follower: str) -> None:
+        """See ProducerEnd.unfollow."""
+        self.follow(job_ids, follower, 0)
 
     def expire(self, job_id: str, tenant: str, sealed: bytes) -> bool:
         """See ProducerEnd.expire."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib import resources
@@ -60,6 +61,7 @@ from penstock.registry.queues import (
     dead_key,
     events_key,
     flow_key,
+    followers_key,
     idempotency_key,
     key_group,
     keyrings_key,
@@ -113,6 +115,7 @@ _CANCELS: Final = {
     b"C": CancelOutcome.CANCELLED,
     b"R": CancelOutcome.REQUESTED,
     b"U": CancelOutcome.UNKNOWN,
+    b"F": CancelOutcome.FOLLOWED,
 }
 
 
@@ -158,6 +161,7 @@ def publish(slot: str, jobs: Sequence[Publication], limits: Limits) -> Call:
     kinds: list[Any] = []
     idempotent: list[Any] = []
     words: list[Any] = []
+    counted: list[Any] = []
     targets: list[Any] = []
     for index, job in enumerate(jobs, 1):
         kind = job.priority, job.tenant, job.reply, job.deadline_ms, job.account
@@ -171,6 +175,8 @@ def publish(slot: str, jobs: Sequence[Publication], limits: Limits) -> Call:
         if job.idempotency_digest:
             idempotency_keys.append(idempotency_key(slot, job.idempotency_digest))
             idempotent += (index, job.idempotency_digest, job.fingerprint)
+        if job.prompt_tokens:
+            counted += (index, job.prompt_tokens)
         if job.webhook:
             targets += (index, job.webhook)
     if len(numbers) == 1:
@@ -178,9 +184,9 @@ def publish(slot: str, jobs: Sequence[Publication], limits: Limits) -> Call:
     records = [prefix + job.job_id[cut:] for job in jobs]
     record_ttl_ms = limits.job_ttl_ms + OUTLIVES_MS
     args: list[Any] = [GROUP, limits.max_depth, limits.tenant_max_in_flight, record_ttl_ms, len(jobs)]
-    args += (MEMORY_HIGH_WATER_PCT, len(numbers), len(idempotency_keys))
+    args += (MEMORY_HIGH_WATER_PCT, len(numbers), len(idempotency_keys), len(counted) // 2)
     keys = [flow_key(slot), *stream_keys(slot), *records, *idempotency_keys]
-    return call("publish", keys, [*args, *kinds, *idempotent, *words, *targets])
+    return call("publish", keys, [*args, *kinds, *idempotent, *counted, *words, *targets])
 
 
 def webhook_slot(slot: str, jobs: Sequence[Publication]) -> Call | None:
@@ -486,11 +492,19 @@ def positions(answer: Sequence[int]) -> list[Position]:
     return [Position(*pair) for pair in zip(answer[::2], answer[1::2], strict=True)]
 
 
-def cancel(job_id: str, tenant: str, sealed: bytes, result_ttl_ms: int) -> Call:
+def cancel(job_id: str, tenant: str, sealed: bytes, result_ttl_ms: int, *, unless_followed: bool) -> Call:
     """One call that withdraws a waiting job, or asks its worker to stop."""
     slot = slot_of(job_id)
-    args = [GROUP, tenant, *_ending(job_id, State.CANCELLED, sealed, result_ttl_ms)]
-    return call("cancel", [flow_key(slot), *stream_keys(slot), record_key(job_id)], args)
+    args = [GROUP, tenant, *_ending(job_id, State.CANCELLED, sealed, result_ttl_ms), int(unless_followed)]
+    return call("cancel", [flow_key(slot), *stream_keys(slot), record_key(job_id), followers_key(job_id)], args)
+
+
+def follow(job_ids: Sequence[str], follower: str, ttl_ms: int) -> list[Call]:
+    """A call for each slot that notes a follower of its jobs. A `ttl_ms` of 0 ends that."""
+    by_slot: defaultdict[str, list[str]] = defaultdict(list)
+    for job_id in job_ids:
+        by_slot[slot_of(job_id)].append(followers_key(job_id))
+    return [call("follow", keys, [ttl_ms, follower, int(ttl_ms > 0)]) for keys in by_slot.values()]
 
 
 def expire(job_id: str, tenant: str, sealed: bytes, result_ttl_ms: int) -> Call:

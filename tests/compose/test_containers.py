@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -21,7 +22,8 @@ from penstock.registry.envelope import Keyring
 from penstock.registry.settings import catalogue
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.observe.probe import Probe
-from tests.servers import ROOT, leave_out, redis_binaries, require
+from tests.gateway_process import GatewayProcess
+from tests.servers import ROOT, RedisServer, leave_out, redis_binaries, require, wait_until
 from tests.threats.roles import ROLES, GuardedServer
 
 COMPOSE = ROOT / "compose"
@@ -118,6 +120,54 @@ def test_gateways_are_replicas_behind_nginx():
     assert nginx["depends_on"] == {"gateway": {"condition": "service_healthy"}}
     assert set(gateway["networks"]) & set(nginx["networks"]) == {"edge"}
     assert "/health/live" in " ".join(gateway["healthcheck"]["test"])
+
+
+@pytest.mark.parametrize("given", ["", "postgresql://db.example/penstock"], ids=["as shipped", "of the operator"])
+def test_required_keys_come_with_a_registry(given: str):
+    """The gateways read the operator's registry, or one in the volume that all replicas share."""
+    gateway = SERVICES["gateway"]
+    variables = {match[1]: match for match in VARIABLE.finditer(str(gateway["environment"]))}
+    assert variables["GATEWAY_ACCESS"][2] == variables["PENSTOCK_REGISTRY_URL"][2] == ":-"
+    url = given or _filled(gateway["environment"]["PENSTOCK_REGISTRY_URL"])
+    if given:
+        installs = [rest for word, rest in _stages(COMPOSE / "Dockerfile.gateway")["build"] if word == "RUN"]
+        assert "[gateway,postgres]" in " ".join(installs)
+        return
+    folder = url.removeprefix("sqlite:///").rpartition("/")[0]
+    assert f"gateway-files:{folder}" in gateway["volumes"]
+
+
+def test_keys_can_be_switched_on(redis_server: RedisServer, tmp_path: Path):
+    """With GATEWAY_ACCESS=required and nothing else, `penstock keys create` in one replica opens another one."""
+    shipped = SERVICES["gateway"]["environment"]
+    files = tmp_path / "files"
+    files.mkdir()
+    environment = {
+        "PENSTOCK_INFERENCE_SERVER_API_KEYS": VARIABLE.sub("required", shipped["PENSTOCK_INFERENCE_SERVER_API_KEYS"]),
+        "PENSTOCK_REGISTRY_URL": _filled(shipped["PENSTOCK_REGISTRY_URL"]).replace("/files/", f"{files}/"),
+    }
+    gateways = [GatewayProcess(redis_server, tmp_path / f"gateway{n}", environment=environment) for n in range(2)]
+    try:
+        for gateway in gateways:
+            gateway.start()
+        with gateways[1].client() as http:
+            assert http.get("/v1/models").status_code in (401, 503)
+            made = subprocess.run(
+                [sys.executable, "-m", "penstock", "keys", "create", "you"],
+                env={**os.environ, **environment, "PENSTOCK_HOME": str(tmp_path / "home")},
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=True,
+            )
+            (key,) = re.findall(r"pk_\w+", made.stdout)[:1]
+            wait_until(
+                lambda: http.get("/v1/models", headers={"X-API-Key": key}).status_code == 200, 30, "the key opens it"
+            )
+            assert http.get("/v1/models").status_code == 401
+    finally:
+        for gateway in gateways:
+            gateway.stop()
 
 
 def test_secrets_have_no_default_and_are_in_no_file():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import queue
 import re
 import shutil
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import yaml
 from websockets.asyncio.client import connect
@@ -65,7 +67,7 @@ def nginx() -> str:
 class Proxy(Process):
     """nginx with the files of compose/nginx, but for its addresses and the folder in which it writes."""
 
-    def __init__(self, folder: Path, gateways: list[int], grpc: int) -> None:
+    def __init__(self, folder: Path, gateways: list[int], grpc: list[int]) -> None:
         super().__init__(folder)
         self.port, self.grpc_port = free_port(), free_port()
         (folder / "config").mkdir()
@@ -78,7 +80,7 @@ class Proxy(Process):
         (folder / "config" / "upstreams.conf").write_text(
             "proxy_ignore_headers X-Accel-Buffering;\n"
             + upstream("gateways", gateways)
-            + upstream("gateways_grpc", [grpc])
+            + upstream("gateways_grpc", grpc)
         )
         # Its processes change their user where root starts it, and the folder of a test is root's.
         as_root = " user root;" if os.geteuid() == 0 else ""
@@ -132,6 +134,7 @@ class Fleet:
         self.server = RedisServer(require(next(iter(redis_binaries().values()), None), "redis-server"))
         self.worker = WorkerProcess(self.server, root, folder, name="proxied@test")
         self.ports = [free_port(), free_port()]
+        self.grpc_ports = [free_port(), free_port()]
         # As compose.yaml has the header of the address; its limit is never reached.
         limits = {
             "PENSTOCK_INFERENCE_SERVER_ADDRESS_HEADER": "x-real-ip",
@@ -140,12 +143,16 @@ class Fleet:
             "PENSTOCK_INFERENCE_SAFEGUARDS_RATE_LIMIT_ADDRESS_REQUESTS_PER_MINUTE": "1000000",
         }
         self.gateways = [
-            GatewayProcess(self.server, folder / f"gateway{port}", "--port", str(port), environment=limits)
-            for port in self.ports
+            GatewayProcess(
+                self.server,
+                folder / f"gateway{port}",
+                *("--port", str(port)),
+                environment={**limits, "PENSTOCK_INFERENCE_SERVER_GRPC_PORT": str(grpc_port)},
+            )
+            for port, grpc_port in zip(self.ports, self.grpc_ports, strict=True)
         ]
-        self.grpc_port = free_port()
         (folder / "nginx").mkdir()
-        self.proxy = Proxy(folder / "nginx", self.ports, self.grpc_port)
+        self.proxy = Proxy(folder / "nginx", self.ports, self.grpc_ports)
 
     def start(self) -> Fleet:
         """Starts all of it, the gateways side by side."""
@@ -188,7 +195,7 @@ def http(fleet: Fleet) -> Iterator[httpx.Client]:
 
 def test_nginx_accepts_its_configuration(tmp_path: Path):
     """CX-050: `nginx -t` finds no fault, and warns of nothing."""
-    proxy = Proxy(tmp_path, [1, 2], 3)
+    proxy = Proxy(tmp_path, [1, 2], [3, 4])
     proxy._spawn([*proxy.command, "-t"])
     assert proxy.child.wait(30) == 0, proxy.output.read_text()
     assert "warn" not in proxy.output.read_text()
@@ -305,24 +312,57 @@ def test_a_dead_replica_is_passed_over(fleet: Fleet, http: httpx.Client):
     )
 
 
-def test_grpc_passes(fleet: Fleet):
-    """A call of the health service through the port of gRPC."""
-    grpc: Any = require_module("grpc")
-    health: Any = require_module("grpc_health.v1.health")
-    messages: Any = require_module("grpc_health.v1.health_pb2")
-    stubs: Any = require_module("grpc_health.v1.health_pb2_grpc")
-    with ThreadPoolExecutor(2) as threads:
-        server = grpc.server(threads)
-        server.add_insecure_port(f"127.0.0.1:{fleet.grpc_port}")
-        servicer = health.HealthServicer()
-        stubs.add_HealthServicer_to_server(servicer, server)
-        servicer.set("inference", messages.HealthCheckResponse.SERVING)
-        server.start()
-        options = [("grpc.enable_http_proxy", 0)]
-        try:
-            with grpc.insecure_channel(f"127.0.0.1:{fleet.proxy.grpc_port}", options) as channel:
-                request = messages.HealthCheckRequest(service="inference")
-                found = stubs.HealthStub(channel).Check(request, timeout=LEAST_PATIENCE_S)
-        finally:
-            server.stop(None).wait()
-    assert found.status == messages.HealthCheckResponse.SERVING
+def given(triton: Any, value: float) -> Any:
+    """One row of `double` for Triton's client."""
+    tensor = triton.InferInput("x", [1, 4], "FP32")
+    tensor.set_data_from_numpy(np.full((1, 4), value, np.float32))
+    return tensor
+
+
+@pytest.fixture
+def triton(fleet: Fleet) -> Iterator[Any]:
+    """Triton's client, which knows nginx only."""
+    options = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
+    module = require_module("tritonclient.grpc")
+    with module.InferenceServerClient(f"127.0.0.1:{fleet.proxy.grpc_port}", channel_args=options) as client:
+        yield client
+
+
+def test_grpc_passes(triton: Any):
+    """Triton's client: its calls, and a stream whose answers come while it is open."""
+    module = require_module("tritonclient.grpc")
+    assert triton.is_server_live()
+    assert triton.is_model_ready("double")
+    assert triton.infer("double", [given(module, 1.5)]).as_numpy("y").tolist() == [[3.0] * 4]
+    found: queue.Queue[Any] = queue.Queue()
+    triton.start_stream(lambda result, error: found.put(result or error))
+    for number in range(3):
+        triton.async_stream_infer("double", [given(module, number)], request_id=str(number))
+        answer = found.get(timeout=LEAST_PATIENCE_S)
+        assert answer.get_response().id == str(number)
+        assert answer.as_numpy("y").tolist() == [[2.0 * number] * 4]
+    triton.stop_stream()
+
+
+def test_a_client_of_grpc_cannot_forge_its_address(fleet: Fleet, triton: Any):
+    """As over HTTP: nginx writes the metadata that the gateways believe."""
+    module, forged = require_module("tritonclient.grpc"), "203.0.113.8"
+    with fleet.server.client() as redis:
+        for meter in redis.scan_iter(f"{meter_key('', 'address')}*"):
+            redis.delete(meter)
+        for name in ("x-real-ip", "x-forwarded-for"):
+            assert triton.infer("double", [given(module, 1)], headers={name: forged}) is not None
+        charged = {meter.decode() for meter in redis.scan_iter(f"{meter_key('', 'address')}*")}
+    assert charged == {meter_key("127.0.0.1", "address")}
+
+
+def test_a_dead_replica_of_grpc_is_passed_over(fleet: Fleet, triton: Any):
+    """While one gateway lives every call has its answer."""
+    module = require_module("tritonclient.grpc")
+    first, _ = fleet.gateways
+    first.kill()
+    try:
+        for number in range(20):
+            assert triton.infer("double", [given(module, number)]).as_numpy("y").tolist() == [[2.0 * number] * 4]
+    finally:
+        first.start()

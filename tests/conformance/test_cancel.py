@@ -100,3 +100,43 @@ def test_cancelled_job_still_answers_for_its_idempotency_key(broker: Broker, slo
     broker.cancel(job.job_id, "acme", b"cancelled")
     (receipt,) = broker.publish(slot, [publication(slot, idempotency_digest="k", fingerprint="p")], ROOMY)
     assert (receipt.outcome, receipt.job_id) == ("known", job.job_id)
+
+
+def test_a_followed_job_is_not_abandoned(brokerage: Brokerage, broker: Broker, slot: str):
+    """Its submitter leaves it while another process waits for it, whether a worker holds it or not."""
+    waiting, running = publish(broker, slot, 2)
+    (delivery,) = claim(broker, "w", slot, 1)
+    assert ids([delivery]) == [waiting]
+    waiting, running = running, waiting
+    for job_id in (waiting, running):
+        broker.follow([job_id], "one", 1000)
+        broker.follow([job_id], "other", 1000)
+        assert broker.abandon(job_id, "acme", b"cancelled") is CancelOutcome.FOLLOWED
+        broker.unfollow([job_id], "one")
+        assert broker.abandon(job_id, "acme", b"cancelled") is CancelOutcome.FOLLOWED
+        assert broker.abandon(job_id, "zeta", b"cancelled") is CancelOutcome.UNKNOWN
+        broker.unfollow([job_id], "other")
+    assert broker.renew("w", [held(delivery)]).cancelled == frozenset()
+    assert broker.abandon(waiting, "acme", b"cancelled") is CancelOutcome.CANCELLED
+    assert broker.abandon(running, "acme", b"cancelled") is CancelOutcome.REQUESTED
+    assert broker.abandon(waiting, "acme", b"cancelled") == JobRecord(State.CANCELLED, "", b"cancelled")
+
+
+def test_a_follower_that_is_silent_lapses(brokerage: Brokerage, broker: Broker, slot: str):
+    """A process that died waits for nothing. One that follows again stays, whatever another one does."""
+    first, second = publish(broker, slot, 2)
+    for job_id in (first, second):
+        broker.follow([job_id], "died", 500)
+    broker.follow([second], "lives", 100)
+    broker.follow([second], "lives", 60_000)
+    brokerage.elapse(600)
+    assert broker.abandon(first, "acme", b"cancelled") is CancelOutcome.CANCELLED
+    broker.unfollow([second], "died")
+    assert broker.abandon(second, "acme", b"cancelled") is CancelOutcome.FOLLOWED
+
+
+def test_a_request_of_a_user_cancels_a_followed_job(broker: Broker, slot: str):
+    """Only a submitter that waits no longer leaves it to its followers."""
+    (job_id,) = publish(broker, slot)
+    broker.follow([job_id], "one", 1000)
+    assert broker.cancel(job_id, "acme", b"cancelled") is CancelOutcome.CANCELLED

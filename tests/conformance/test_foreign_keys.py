@@ -200,6 +200,9 @@ CALLS: dict[str, Callable[[World], object]] = {
     "read_dead_letter": lambda w: w.broker.read_dead_letter(w.slot, w.letter),
     "quarantined": lambda w: w.broker.quarantined(w.slot),
     # Those that end jobs come last.
+    "follow": lambda w: w.broker.follow([w.waiting.job_id], "a follower", TTL_MS),
+    "unfollow": lambda w: w.broker.unfollow([w.waiting.job_id], "a follower"),
+    "abandon": lambda w: w.broker.abandon(w.waiting.job_id, "acme", b"cancelled"),
     "cancel": lambda w: w.broker.cancel(w.waiting.job_id, "acme", b"cancelled"),
     "rate": lambda w: w.broker.rate(w.waiting.job_id, "e", "1", 0.5),
     "expire": lambda w: w.broker.expire(w.waiting.job_id, "acme", b"expired"),
@@ -232,6 +235,7 @@ KEYS: dict[str, Callable[[World], list[str]]] = {
     "events_key": lambda w: [queues.events_key(w.running.sealed.decode()), queues.events_key(w.waiting.job_id)],
     "experiment_key": lambda w: [queues.experiment_key(w.slot, "e")],
     "flow_key": lambda w: [queues.flow_key(w.slot)],
+    "followers_key": lambda w: [queues.followers_key(w.waiting.job_id)],
     "idempotency_key": lambda w: [queues.idempotency_key(w.slot, "d")],
     "keyrings_key": lambda w: [queues.keyrings_key(w.slot)],
     "lane_key": lambda w: [queues.lane_key(w.slot)],
@@ -254,7 +258,7 @@ KEYS: dict[str, Callable[[World], list[str]]] = {
     "WORKERS_KEY": lambda w: [queues.WORKERS_KEY],
 }
 _OTHER_NAMES: Final = {
-    *("event_stream_key", "is_reply_key", "local_record_key", "meter_key", "overdue_key", "stream_keys"),
+    *("event_stream_key", "is_reply_key", "local_record_key", "meter_key", "charged_key", "overdue_key", "stream_keys"),
 }
 """Names in queues.py that make no further key; `overdue_key` has a test of its own below. Meters are no part of a
 broker: tests/registry/broker/test_meters.py has them."""

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from penstock.registry.broker import redis_scripts
 from penstock.registry.broker.base import Claim, Emission, Withdrawal
 from penstock.registry.broker.breakers import BreakerLimits, breaker_name
-from penstock.registry.broker.meters import Charge, Meter, WindowKind, spend
+from penstock.registry.broker.meters import Charge, Lines, Meter, WindowKind, spend
 from penstock.registry.broker.redis_breakers import RedisBreakers
 from penstock.registry.broker.redis_shadow import RedisShadow, Settled
 from penstock.registry.queues import Priority, meter_key, reply_key
@@ -85,6 +85,7 @@ def test_all_keys_that_scripts_touch_hash_to_one_slot(redis_brokerage: OnRedis, 
         broker.publish(model, jobs, ROOMY)
         broker.job_record(jobs[0].job_id, subscribe=True)
         broker.job_records([job.job_id for job in jobs])
+        broker.follow([job.job_id for job in jobs], "a follower", TTL_MS)
         broker.cancel(jobs[0].job_id, "acme", b"")
         broker.expire(jobs[1].job_id, "acme", b"")
         first, second, third = claim(broker, "w", model)
@@ -152,7 +153,7 @@ def test_all_meters_hash_to_one_slot():
         for subject in subjects
         for kind in kinds
     ]
-    call = spend([charges, charges[:2]])
+    call = spend([charges, charges[:2]], {0: Lines("batch_0198c5", [1, 2])})
     keys = call[3 : 3 + call[2]]
-    assert len(keys) == len(charges) + 2
+    assert len(keys) == len(charges) + 3
     assert len({cluster_slot(key) for key in keys}) == 1

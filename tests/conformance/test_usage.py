@@ -52,6 +52,22 @@ def test_a_refused_job_counts_nothing(broker: Broker, slot: str):
     assert used(broker, slot) == {"k1": 1}
 
 
+def test_counted_tokens_count_with_the_acceptance_of_their_job(broker: Broker, slot: str):
+    """Those of embeddings, which no result tells: once for each job id and each idempotency key."""
+    jobs = [replace(paid(slot), prompt_tokens=5), paid(slot), replace(paid(slot, "k2"), prompt_tokens=3)]
+    jobs += [replace(paid(slot, idempotency="d"), prompt_tokens=2), replace(publication(slot), prompt_tokens=9)]
+    for _ in range(2):
+        broker.publish(slot, jobs, ROOMY)
+    broker.publish(slot, [replace(paid(slot, idempotency="d"), prompt_tokens=2)], ROOMY)
+    full = Limits(max_depth=1, tenant_max_in_flight=0, job_ttl_ms=60_000)
+    broker.publish(slot, [replace(paid(slot), prompt_tokens=100)], full)
+    found = {account: used for (account, _), used in broker.usage(slot).items()}
+    assert found == {"k1": Usage(3, 7, 0), "k2": Usage(1, 3, 0)}
+    (first, *_) = claim(broker, "w1", slot, 5)
+    settle(broker, "w1", replace(commit_of(first), account="k1", prompt_tokens=1, generated_tokens=2))
+    assert {each for (account, _), each in broker.usage(slot).items() if account == "k1"} == {Usage(3, 8, 2)}
+
+
 def test_tokens_count_with_the_commit_of_their_job(broker: Broker, slot: str):
     """Each job adds its own, once: a repeated commit and one of a lost job add nothing."""
     broker.publish(slot, [paid(slot), paid(slot), paid(slot, "k2"), publication(slot)], ROOMY)

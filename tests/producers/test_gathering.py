@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock import AsyncClient, Client, InvalidInput, ModelError, ResultTimeout, UnknownJob
-from penstock.producers.gathering import MOST_FOLLOWED, Awaited
+from penstock.producers.gathering import FOLLOW_TTL_MS, MOST_FOLLOWED, Awaited, Follower
 from penstock.registry.broker.base import JobRecord, State
 from penstock.registry.broker.redis_async import AsyncRedisStreams
 from penstock.registry.broker.redis_streams import RedisStreams
@@ -316,3 +316,26 @@ def test_samples_take_turns():
         assert awaited.settle([(ids[0], JobRecord(State.QUEUED, "default"))]) == []
         assert [job.id for job in awaited.settle([(ids[1], None)])] == [ids[1]]
         assert len(awaited) == 4
+
+
+def test_the_broker_is_told_at_once_and_before_it_forgets():
+    """Two renewals may fail. A job that comes later does not wait for the renewal of the others."""
+    follower = Follower(["m.a", "m.b"])
+    assert follower.due(5.0) == ["m.a", "m.b"]
+    follower.told(["m.a", "m.b"], 5.0)
+    assert not follower.is_due(5.0)
+    follower.add("m.c")
+    assert follower.is_due(5.0)
+    assert follower.due(5.0) == ["m.c"]
+    assert follower.due(5.0 + FOLLOW_TTL_MS / 3000) == ["m.a", "m.b", "m.c"]
+
+
+def test_only_jobs_that_the_broker_knows_of_are_withdrawn():
+    """A job that has ended needs no call, nor does one of which the broker was never told."""
+    follower = Follower(["m.a", "m.b"])
+    follower.told(["m.a", "m.b"], 5.0)
+    follower.add("m.c")
+    follower.drop("m.a")
+    assert follower.take_told() == ["m.b"]
+    assert follower.take_told() == []
+    assert Follower().id != Follower().id

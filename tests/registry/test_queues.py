@@ -19,6 +19,7 @@ from penstock.registry.queues import (
     dead_key,
     events_key,
     flow_key,
+    followers_key,
     idempotency_key,
     is_derived,
     is_job_id,
@@ -130,7 +131,8 @@ def test_all_keys_of_a_slot_have_its_hash_tag():
     entry = b"1-0"
     keys = [*stream_keys("m"), dead_key("m"), spec_key("m"), specs_key("m"), active_key("m"), flow_key("m")]
     keys += [crashes_key("m", Priority.LOW, entry), record_key("m.x"), events_key("m.x"), paused_key("m")]
-    keys += [idempotency_key("m", "digest"), reply_key("m", "client"), lane_key("m"), overdue_key("m.x")]
+    keys += [idempotency_key("m", "digest"), reply_key("m", "client"), lane_key("m")]
+    keys += [overdue_key("m.x"), followers_key("m.x")]
     assert {key[key.index("{") : key.index("}") + 1] for key in keys} == {"{m}"}
     assert len(set(keys)) == len(keys)
     assert stream_keys("m")[Priority.HIGH] == stream_key("m", Priority.HIGH) == "infer.{m}.high"

@@ -28,6 +28,7 @@ KEYS = [setting.key for setting in catalogue()]
 HERE = "registry/test_setting_effects.py"
 GATEWAY = "producers/gateway/test_server.py"
 LIMITS = "producers/gateway/test_limits.py"
+API_KEYS = "producers/gateway/test_keys.py"
 WEBSOCKET = "producers/gateway/test_websocket.py"
 FORMS = "workers/levels/test_form_breakers.py"
 DRIFT = "workers/shadow/test_drift.py"
@@ -129,9 +130,9 @@ PROOFS = {
     "celery.remote_control": "flow/test_celery.py::test_commands_that_stop_or_change_a_worker_are_refused",
     "safeguards.rate_limit.enabled": f"{LIMITS}::test_limits_are_those_of_the_key_or_settings",
     "safeguards.rate_limit.requests_per_minute": f"{LIMITS}::test_limits_are_those_of_the_key_or_settings",
-    "safeguards.rate_limit.tenant_requests_per_minute": f"{LIMITS}::test_limits_are_those_of_the_key_or_settings",
-    "safeguards.rate_limit.address_requests_per_minute": f"{LIMITS}::test_limits_are_those_of_the_key_or_settings",
-    "safeguards.rate_limit.routes": f"{LIMITS}::test_limits_are_those_of_the_key_or_settings",
+    "safeguards.rate_limit.tenant_requests_per_minute": f"{API_KEYS}::test_every_limit_is_exact_over_two_gateways",
+    "safeguards.rate_limit.address_requests_per_minute": f"{API_KEYS}::test_every_limit_is_exact_over_two_gateways",
+    "safeguards.rate_limit.routes": f"{API_KEYS}::test_every_limit_is_exact_over_two_gateways",
     "server.api_keys": "producers/gateway/test_callers.py::test_who_needs_a_key",
     "server.address_header": f"{LIMITS}::test_an_address_has_a_limit_of_its_own",
     "safeguards.input_validation.enabled": (

@@ -628,7 +628,7 @@ def test_start_without_a_real_password_is_refused(password: str, tmp_path: Path)
     )
 
 
-OF_PRODUCERS = {"cancel", "expire", "publish", "rate", "job_record", "job_records"}
+OF_PRODUCERS = {"cancel", "expire", "follow", "publish", "rate", "job_record", "job_records"}
 OF_GATEWAYS = {*OF_PRODUCERS, "spend"}
 OF_BREAKERS = {"breaker_list", "breaker_fail", "breaker_pass", "breaker_probe", "breaker_force_open", "breaker_reset"}
 OF_WORKERS = {

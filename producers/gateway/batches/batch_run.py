@@ -24,6 +24,7 @@ from penstock.producers.gateway.batches.lines import Line, LineRequest, custom_i
 from penstock.producers.gateway.callers import Entry
 from penstock.producers.gateway.fleet import Answered, GatewayClient
 from penstock.registry.admission import SubmitOptions
+from penstock.registry.broker.meters import Lines
 from penstock.registry.errors import (
     BadApiKey,
     Cancelled,
@@ -111,6 +112,8 @@ class BatchRun:
     """Groups of lines that wait for room in a limit."""
     _handles: dict[str, AsyncJobHandle] = field(default_factory=dict)
     """The jobs that have not ended."""
+    _charged: frozenset[int] = frozenset()
+    """The lines that an earlier process has charged on the limits of the caller."""
     _ids: dict[str, DerivedIds] = field(default_factory=dict)
     """Those of the jobs, by model."""
     _limits: set[asyncio.Timeout] = field(default_factory=set)
@@ -123,6 +126,7 @@ class BatchRun:
 
     async def run(self, lines: Iterable[Line]) -> None:
         """Runs all lines that are not done. Ends when each line has ended. Raises OSError of the disk."""
+        self._charged = await self._read_charged()
         left = (line for line in lines if line.number not in self.journal.done)
         chunk_lines = min(_CHUNK_LINES, self.max_outstanding)
         places = asyncio.Semaphore(max(1, self.max_outstanding // chunk_lines))
@@ -180,10 +184,20 @@ class BatchRun:
                 if (job := await self._job_of(request)) is None:
                     ended.append(self._unrun(line.number, request.custom_id))
                 else:
-                    found.append(_Pending(line, request.custom_id, job))
+                    found.append(_Pending(line, request.custom_id, job, is_paid=line.number in self._charged))
             except PenstockError as error:
                 ended.append(self._failed(line.number, request.custom_id, "", error))
         return found
+
+    async def _read_charged(self) -> frozenset[int]:
+        """None of them once the run is stopped: then no line is charged."""
+        pause_s = _FIRST_PAUSE_S
+        while not self.is_stopped:
+            try:
+                return await self.client.charged_lines(self.batch_id)
+            except _WAITS:
+                pause_s = await _pause(pause_s)
+        return frozenset()
 
     async def _enter(self) -> Entry | None:
         """The present task acts for the caller of the batch. None: the run was stopped before.
@@ -217,6 +231,7 @@ class BatchRun:
         """Runs the lines of one group to their ends. Waits as long as the broker is away or a limit is spent."""
         ended: list[EndedLine] = []
         pause_s = _FIRST_PAUSE_S
+        group.sort(key=lambda each: not each.is_paid)
         while group and not self.is_stopped:
             try:
                 if not (count := await self._pay(group)):
@@ -252,9 +267,10 @@ class BatchRun:
         if entry is None:
             return 0
         if paid := sum(each.is_paid for each in group):
-            # Lost lines, which stand before the others.
+            # Lost lines and those of an earlier process, which stand before the others.
             return paid
-        count = await entry.spend_for_lines([each.job.tokens for each in group])
+        lines = Lines(self.batch_id, [each.line.number for each in group])
+        count = await entry.spend_for_lines([each.job.tokens for each in group], lines)
         for each in group[:count]:
             each.is_paid = True
         return count
@@ -296,7 +312,10 @@ class BatchRun:
 
     async def _submit(self, group: Sequence[_Pending], refused: dict[int, InvalidInput]) -> list[AsyncJobHandle]:
         job = group[0].job
-        options = SubmitOptions("low", None, None, job.version, job.outputs)
+        tokens = [each.job.tokens for each in group]
+        options = SubmitOptions(
+            "low", None, None, job.version, job.outputs, prompt_tokens=tokens if any(tokens) else ()
+        )
         ids = self._ids.get(job.model)
         if ids is None:
             ids = self._ids[job.model] = DerivedIds(job.model, self.batch_id, self.made_at * 1000)

@@ -2,17 +2,18 @@
 -- KEYS  1 flow, 2-5 streams by priority, then one record per job, then the idempotency keys
 -- ARGV  group, max_depth, tenant_max_in_flight (0: none), ttl of the records in ms, number of jobs,
 --       percentage of the server's memory beyond which no job is accepted, number of kinds, number of idempotency
---       keys,
+--       keys, number of jobs with counted tokens,
 --       then per kind: priority 0-3, tenant, reply, lifetime in ms, account that pays for the job ('' for none),
 --       then per idempotency key: the number of its job, digest, fingerprint,
+--       then per job with counted tokens: the number of the job, the tokens of its prompt,
 --       then per job: sealed and, if there are several kinds, the number of its kind,
 --       then per job with a webhook: the number of the job, the target
 -- Returns per job: 'a' accepted, 'e' the id exists and its reply does not go to this client, 'k<local id>' the first job
 --       of the idempotency key answers, 'c' conflict, 'f<retry ms>' queue full, 't<retry ms>' the tenant has too many
 --       jobs in flight, 'm<retry ms>' the server is short of memory.
 local max_depth, tenant_max, ttl, count = tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], tonumber(ARGV[5])
-local kinds, idempotent = tonumber(ARGV[7]), tonumber(ARGV[8])
-local depths, in_flight, accepted, used = {}, {}, {}, {}
+local kinds, idempotent, counted = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
+local depths, in_flight, accepted, used, prompts = {}, {}, {}, {}, {}
 local refused = 0
 local LOOK_AGAIN_MS = 100
 
@@ -74,7 +75,7 @@ end
 
 -- What jobs have in common, by the word that names it. `client` and `expires` are parts of records.
 local kind_of = {}
-local at = 8
+local at = 9
 for kind = 1, kinds do
   local priority, tenant, reply, lifetime = ARGV[at + 1], ARGV[at + 2], ARGV[at + 3], ARGV[at + 4]
   kind_of[tostring(kind)] = {
@@ -91,6 +92,11 @@ for index = 1, idempotent do
   idempotency_of[tonumber(ARGV[at + 1])] =
     { key = KEYS[5 + count + index], digest = ARGV[at + 2], fingerprint = ARGV[at + 3] }
   at = at + 3
+end
+local tokens_of = {}
+for _ = 1, counted do
+  tokens_of[tonumber(ARGV[at + 1])] = tonumber(ARGV[at + 2])
+  at = at + 2
 end
 local before_jobs, words = at, kinds > 1 and 2 or 1
 local targets = {}
@@ -128,7 +134,10 @@ for job = 1, count do
         end
         depths[stream] = depths[stream] + 1
         accepted[tenant] = (accepted[tenant] or 0) + 1
-        if kind.account ~= '' then used[kind.account] = (used[kind.account] or 0) + 1 end
+        if kind.account ~= '' then
+          used[kind.account] = (used[kind.account] or 0) + 1
+          if tokens_of[job] then prompts[kind.account] = (prompts[kind.account] or 0) + tokens_of[job] end
+        end
         if in_flight[tenant] then in_flight[tenant] = in_flight[tenant] + 1 end
         out[job] = 'a'
       else
@@ -141,7 +150,8 @@ end
 for tenant, jobs in pairs(accepted) do redis.call('HINCRBY', KEYS[1], 't:' .. tenant, jobs) end
 -- In this call, because it accepts each job id once: a repeated call counts nothing. The key is that of usage_key.
 for account, jobs in pairs(used) do
-  local month = period(tonumber(time[1]), 'M')
-  redis.call('HINCRBY', string.gsub(KEYS[1], ':flow$', ':usage'), account .. ':' .. month, jobs)
+  local usage, field = string.gsub(KEYS[1], ':flow$', ':usage'), account .. ':' .. period(tonumber(time[1]), 'M')
+  redis.call('HINCRBY', usage, field, jobs)
+  if prompts[account] then redis.call('HINCRBY', usage, field .. ':prompt', prompts[account]) end
 end
 return out

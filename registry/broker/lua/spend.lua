@@ -1,14 +1,19 @@
 -- Admit requests within their limits, in order. A request is admitted if every one of its meters has room; then all
 -- of them are charged. A refused request charges none.
--- KEYS  one meter each; a meter may stand there several times
--- ARGV  number of requests, then per request: number of its meters, then per meter: kind, limit, cost.
+-- KEYS  per request: one meter each, and the bits of its batch if it is one of lines; a meter may stand there several
+--       times
+-- ARGV  number of requests, then per request: number of its meters, number of its lines, then per meter: kind, limit,
+--       cost, then the numbers of the lines.
 --       The kinds are 'm' a sliding minute, 'd' a day and 'M' a month of UTC. The cost 0 asks for room for 1.
+-- A request of lines that were charged before is admitted, and charged nothing: a call may be repeated.
 -- Returns per request: 1 admitted or 0 refused, then per meter: what is left, seconds until there is more.
 -- A sliding minute counts by seconds: a request leaves it between 60 and 61 s after it came, so that no 60 s have more
 -- than the limit.
 local time = redis.call('TIME')
 local now = tonumber(time[1])
 local MINUTE_TTL_MS, DAY_TTL_MS, MONTH_TTL_MS = 62000, 90000000, 2764800000
+-- Longer than a batch may run: 7 days.
+local LINES_TTL_MS = 691200000
 
 -- (spent, seconds until the oldest request leaves, the second to charge); deletes the seconds that have left.
 local function minute(key)
@@ -54,12 +59,21 @@ local function charge(key, kind, cost, place)
   end
 end
 
+local function are_charged(bits, first, last)
+  for a = first, last do
+    if redis.call('GETBIT', bits, ARGV[a]) == 0 then return false end
+  end
+  return true
+end
+
 local out, at, meter = {}, 1, 0
 for _ = 1, tonumber(ARGV[1]) do
-  local meters = tonumber(ARGV[at + 1])
+  local meters, lines = tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
+  local first_line, bits = at + 3 + meters * 3, KEYS[meter + meters + 1]
+  local last_line = first_line + lines - 1
   local answer, places = { 1 }, {}
   for index = 1, meters do
-    local a = at + 1 + (index - 1) * 3
+    local a = at + 2 + (index - 1) * 3
     local kind, limit, cost = ARGV[a + 1], tonumber(ARGV[a + 2]), tonumber(ARGV[a + 3])
     local spent, reset, place = (kind == 'm' and minute or whole)(KEYS[meter + index], kind)
     places[index] = place
@@ -67,9 +81,13 @@ for _ = 1, tonumber(ARGV[1]) do
     answer[#answer + 1] = math.max(0, limit - spent)
     answer[#answer + 1] = reset
   end
-  if answer[1] == 1 then
+  if lines > 0 and are_charged(bits, first_line, last_line) then
+    answer[1] = 1
+  elseif answer[1] == 1 then
+    for a = first_line, last_line do redis.call('SETBIT', bits, ARGV[a], 1) end
+    if lines > 0 then redis.call('PEXPIRE', bits, LINES_TTL_MS) end
     for index = 1, meters do
-      local a = at + 1 + (index - 1) * 3
+      local a = at + 2 + (index - 1) * 3
       local cost = tonumber(ARGV[a + 3])
       if cost > 0 then
         charge(KEYS[meter + index], ARGV[a + 1], cost, places[index])
@@ -78,6 +96,6 @@ for _ = 1, tonumber(ARGV[1]) do
     end
   end
   out[#out + 1] = answer
-  at, meter = at + 1 + meters * 3, meter + meters
+  at, meter = last_line, meter + meters + (lines > 0 and 1 or 0)
 end
 return out

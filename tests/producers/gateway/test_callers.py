@@ -24,7 +24,7 @@ from penstock.registry.settings import Settings
 MADE = new_api_key("test", now=0, tenant="acme", role="user", expires_at=1000)
 
 
-async def _never(requests: Any) -> Any:
+async def _never(requests: Any, _lines: Any) -> Any:
     raise AssertionError("nothing limits these callers")
 
 

@@ -7,7 +7,9 @@ import json
 import shutil
 import socket
 import threading
-from contextlib import suppress
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,10 @@ import pytest
 from redis import Redis
 from websockets.asyncio.client import connect
 
+from penstock.registry.api_keys import KeyLimits, new_api_key
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.catalog.api_keys import SqlApiKeys
+from penstock.registry.queues import meter_key
 from tests.conftest import StartWorker
 from tests.gateway_process import GatewayProcess
 from tests.packages import recorded_forwards, write_recorder
@@ -27,10 +33,10 @@ pytestmark = [pytest.mark.slow]
 WAITING = 500
 
 
-async def ask_all(url: str, count: int) -> list[httpx.Response | Exception]:
-    """One request with a key of its own for each number, all at once; what became of each."""
-    limits = httpx.Limits(max_connections=count)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
+async def ask_all(url: str, count: int, api_key: str) -> list[httpx.Response | Exception]:
+    """One request with an idempotency key of its own for each number, all at once; what became of each."""
+    limits, headers = httpx.Limits(max_connections=count), {"X-API-Key": api_key}
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits, headers=headers) as http:
         asked = (
             http.post(
                 "/v1/models/recorder:predict",
@@ -45,10 +51,15 @@ async def ask_all(url: str, count: int) -> list[httpx.Response | Exception]:
 def test_a_killed_gateway_loses_no_job_and_repeats_none(
     redis_server: RedisServer, start_worker: StartWorker, models_root: Path, tmp_path: Path
 ):
-    """SIGKILL while 500 requests wait: with their keys another gateway gives the same jobs, and each ran once."""
+    """SIGKILL while 500 requests wait: with their keys another gateway gives the same jobs, and each ran once. The API
+    key pays for each job once, and its day has each request."""
     forward_log = tmp_path / "forwards"
     write_recorder(models_root, forward_log, forward_s=0.1)
-    gateways = [GatewayProcess(redis_server, tmp_path / f"gateway{number}") for number in range(2)]
+    registry_url = f"sqlite:///{tmp_path / 'registry.db'}"
+    made = new_api_key("pays", now=int(time.time()), limits=KeyLimits(requests_per_day=1_000_000))
+    SqlApiKeys(registry_url).add(made.key)
+    asks = {"PENSTOCK_REGISTRY_URL": registry_url, "PENSTOCK_INFERENCE_SERVER_API_KEYS": "required"}
+    gateways = [GatewayProcess(redis_server, tmp_path / f"gateway{n}", environment=asks) for n in range(2)]
     try:
         for gateway in gateways:
             gateway.start()
@@ -63,7 +74,7 @@ def test_a_killed_gateway_loses_no_job_and_repeats_none(
             worker.freeze()
 
             async def ask_and_kill() -> list[httpx.Response | Exception]:
-                asking = asyncio.create_task(ask_all(gateways[0].url, WAITING))
+                asking = asyncio.create_task(ask_all(gateways[0].url, WAITING, made.text))
                 await asyncio.to_thread(wait_until, accepted, 60, "all jobs are accepted")
                 await asyncio.to_thread(gateways[0].kill)
                 return await asking
@@ -71,8 +82,12 @@ def test_a_killed_gateway_loses_no_job_and_repeats_none(
             lost = asyncio.run(ask_and_kill())
             worker.thaw()
             assert all(isinstance(each, httpx.TransportError) for each in lost)
-            found = asyncio.run(ask_all(gateways[1].url, WAITING))
+            found = asyncio.run(ask_all(gateways[1].url, WAITING, made.text))
             assert _jobs(redis) == WAITING
+            assert int(redis.hget(meter_key(f"key:{made.key.id}", "day"), "sum") or 0) == 2 * WAITING
+        with closing(RedisStreams.from_url(redis_server.url)) as broker:
+            used = {account: each.jobs for (account, _), each in broker.usage("recorder").items()}
+        assert used == {made.key.id: WAITING}
         for number, answer in enumerate(found):
             assert isinstance(answer, httpx.Response)
             assert answer.json()["outputs"]["y"]["data"] == [[2.0 * number, 0, 0, 0]]
@@ -84,45 +99,120 @@ def test_a_killed_gateway_loses_no_job_and_repeats_none(
             gateway.stop()
 
 
-def test_streams_go_on_after_a_broker_restart(
+def test_submits_are_refused_while_the_broker_is_away(
     redis_server: RedisServer, start_worker: StartWorker, models_root: Path, tmp_path: Path
 ):
-    """While the broker is away: 503 with Retry-After. Then a stream goes on behind its last event, without gap."""
-    forward_log = tmp_path / "forwards"
-    write_recorder(models_root, forward_log)
-    worker = start_worker(redis_server, models_root)
+    """503 with Retry-After, and not ready; ready again once the broker is back."""
+    write_recorder(models_root, tmp_path / "forwards")
+    start_worker(redis_server, models_root)
     gateway = GatewayProcess(redis_server, tmp_path / "gateway")
     try:
-        gateway.start()
-        with gateway.client() as http:
-            worker.freeze()
+        with gateway.start().client() as http:
             document = {"model": "recorder", "inputs": {"x": [[1, 0, 0, 0]]}}
-            location = http.post("/v1/jobs", json=document).headers["location"]
-            lines: list[str] = []
-            with http.stream("GET", f"{location}/events") as stream:
-                received = stream.iter_lines()
-                # retry, and the event `queued`.
-                lines += [next(received) for _ in range(6)]
-                redis_server.await_writes()
-                redis_server.kill()
-                refused = http.post("/v1/jobs", json=document)
-                assert refused.status_code == 503
-                assert int(refused.headers["retry-after"]) >= 1
-                assert http.get("/ready").status_code == 503
-                lines += received
+            assert http.post("/v1/jobs", json=document).status_code == 202
+            redis_server.kill()
+            refused = http.post("/v1/jobs", json=document)
+            assert refused.status_code == 503
+            assert int(refused.headers["retry-after"]) >= 1
+            assert http.get("/ready").status_code == 503
             redis_server.start()
-            worker.thaw()
             wait_until(lambda: http.get("/ready").status_code == 200, 60, "the gateway is ready again")
-            seen = events("\n".join(lines))
-            rest = events(http.get(f"{location}/events", headers={"Last-Event-ID": str(seen[-1][0])}).text)
-        names = [name for _, name, _ in seen + rest]
-        assert names[0] == "queued"
-        assert names[-1] == "completed"
-        ids = [each for each, _, _ in seen + rest]
-        assert ids == sorted(set(ids))
-        assert [row for forward in recorded_forwards(forward_log) for row in forward if row] == [1.0]
+            assert http.post("/v1/jobs", json=document).status_code == 202
     finally:
         gateway.stop()
+
+
+Seen = list[tuple[int, str, dict[str, Any]]]
+"""(number, type, event) of each event."""
+CHUNKS, CUT_AFTER = 40, 7
+
+
+async def follow_by_events(gateway: GatewayProcess, job_id: str, after: int, cut: Callable[[Seen], None]) -> Seen:
+    """Server-sent events behind `after`, until they end. cut: sees what has come, after each line."""
+    headers = {"Last-Event-ID": str(after)} if after else {}
+    lines: list[str] = []
+    seen: Seen = []
+    async with (
+        httpx.AsyncClient(base_url=gateway.url, timeout=200) as http,
+        http.stream("GET", f"/v1/jobs/{job_id}/events", headers=headers) as stream,
+    ):
+        assert stream.status_code == 200
+        async for line in stream.aiter_lines():
+            lines.append(line)
+            if not line:
+                # An event is whole.
+                seen = events("\n".join(lines))
+                await asyncio.to_thread(cut, seen)
+    return seen
+
+
+async def follow_by_websocket(gateway: GatewayProcess, job_id: str, after: int, cut: Callable[[Seen], None]) -> Seen:
+    """The same by a WebSocket. An error ends it, too."""
+    seen: Seen = []
+    async with connect(f"{gateway.url.replace('http', 'ws')}/predict/stream") as socket:
+        await socket.send(json.dumps({"job": job_id, "after": after}))
+        async for message in socket:
+            event = json.loads(message)
+            if "seq" not in event:
+                assert event["error"]["code"] == "broker-unavailable"
+                break
+            seen.append((event["seq"], event["type"], event))
+            if event["type"] in ("completed", "failed", "cancelled", "expired", "dead"):
+                break
+            await asyncio.to_thread(cut, seen)
+    return seen
+
+
+@pytest.mark.parametrize("follow", [follow_by_events, follow_by_websocket])
+def test_streams_go_on_after_a_broker_restart(
+    redis_server: RedisServer, start_worker: StartWorker, models_root: Path, tmp_path: Path, follow: Any
+):
+    """SIGKILL of the broker in the middle of a stream. Behind its last event the client gets each further one once: all
+    chunks, in order, the same list as a client that begins anew."""
+    shutil.copytree(ROOT / "models" / "counter", models_root / "counter")
+    start_worker(redis_server, models_root)
+    often = {"PENSTOCK_INFERENCE_SERVER_WEBSOCKET_IDLE_S": "5"}
+    gateway = GatewayProcess(redis_server, tmp_path / "gateway", environment=often)
+    was_cut = False
+
+    def cut(seen: Seen) -> None:
+        nonlocal was_cut
+        if not was_cut and _chunks(seen) >= CUT_AFTER:
+            was_cut = True
+            redis_server.kill()
+
+    async def follow_on(job_id: str) -> tuple[Seen, Seen, Seen]:
+        async with asyncio.timeout(200):
+            seen = await follow(gateway, job_id, 0, cut)
+            redis_server.start()
+            await asyncio.to_thread(wait_until, gateway_is_ready, 60, "the gateway is ready again")
+            rest = await follow(gateway, job_id, seen[-1][0], cut)
+            return seen, rest, await follow(gateway, job_id, 0, cut)
+
+    def gateway_is_ready() -> bool:
+        with gateway.client() as http:
+            return http.get("/ready").status_code == 200
+
+    try:
+        with gateway.start().client() as http, redis_server.client() as redis:
+            # A client has seen nothing that the disk does not hold.
+            redis.config_set("appendfsync", "always")
+            document = {"model": "counter", "inputs": {"count": [CHUNKS], "delay_ms": [50.0]}}
+            job_id = http.post("/v1/jobs", json=document).json()["id"]
+        seen, rest, anew = asyncio.run(follow_on(job_id))
+    finally:
+        gateway.stop()
+    assert CUT_AFTER <= _chunks(seen) < CHUNKS
+    assert rest[-1][1] == "completed"
+    numbers = [number for number, _, _ in seen + rest]
+    assert numbers == [*range(numbers[0], numbers[0] + len(numbers))]
+    values = [event["outputs"]["value"]["data"][0] for _, name, event in seen + rest if name == "chunk"]
+    assert values == [*range(1, CHUNKS + 1)]
+    assert seen + rest == anew
+
+
+def _chunks(seen: Seen) -> int:
+    return sum(name == "chunk" for _, name, _ in seen)
 
 
 def test_a_killed_worker_in_the_middle_of_streams(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -10,15 +11,21 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import httpx
 import msgspec
 import numpy as np
 import pytest
 from redis import Redis
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
 
+from penstock.registry.queues import record_key
 from tests.benchmarks.meter import resident_bytes
 from tests.producers.gateway.conftest import GatewayStack
+from tests.producers.gateway.rpc.conftest import INFER, PATIENCE_S, PREDICT, Caller, infer_request, predict_request
 from tests.producers.gateway.texts import Site
+from tests.servers import wait_until
 
 ROW = [1.0, 2.0, 3.0, 4.5]
 BYTES = np.array([ROW], "<f4").tobytes()
@@ -161,22 +168,47 @@ def body(document: Any, choice: random.Random) -> bytes:
 
 
 def routes(document: dict[str, Any]) -> list[tuple[str, str]]:
-    """(method, path) of all routes of an OpenAPI document, without those that wait for the end of an event stream."""
-    return [
-        (method.upper(), path)
-        for path, operations in document["paths"].items()
-        for method in operations
-        if not path.endswith("/events")
-    ]
+    """(method, path) of all routes of an OpenAPI document."""
+    return [(method.upper(), path) for path, operations in document["paths"].items() for method in operations]
 
 
-def requests(seed: int, count: int, described: list[tuple[str, str]]) -> Iterator[httpx.Request]:
-    """So many requests: those of GOOD, changed, and one in four of a described route with any words."""
+def ids_of_ended_things(http: httpx.Client) -> list[str]:
+    """The ids of a job, a file and a batch that have ended: event streams of the job end at once."""
+    job = http.post("/v1/jobs", json=GOOD["/v1/jobs"], headers={"Prefer": "wait=60"})
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/embeddings", "body": GOOD["/v1/embeddings"]}
+    files = {"file": ("lines.jsonl", json.dumps(line))}
+    file_id = http.post("/v1/files", files=files, data={"purpose": "batch"}).json()["id"]
+    batch = http.post("/v1/batches", json={**GOOD["/v1/batches"], "input_file_id": file_id}).json()
+    wait_until(lambda: http.get(f"/v1/batches/{batch['id']}").json()["status"] == "completed", 60, "the batch ended")
+    assert job.json()["status"] == "completed"
+    return [job.json()["id"], file_id, batch["id"]]
+
+
+def multipart(choice: random.Random) -> httpx.Request:
+    """An upload: fields that are missing, twice or odd, and bytes that may be cut or changed anywhere."""
+    parts: list[tuple[str, Any]] = [("purpose", (None, "batch")), ("file", ("lines.jsonl", b"{}"))]
+    odd = [("purpose", (None, "x" * 300)), ("file", ("é\x00.jsonl", b"\xff" * 70_000)), ("", (None, "")), parts[1]]
+    parts = choice.sample([*parts, *odd], choice.randrange(1, 5))
+    made = httpx.Request("POST", "http://gateway/v1/files", files=parts)
+    content, kind = made.read(), made.headers["Content-Type"]
+    if choice.random() < 0.5:
+        place = choice.randrange(len(content))
+        content = choice.choice([content[:place], content[:place] + b"\r\n--" + content[place:], content * 2, b""])
+    kinds = [kind, kind[:-5], "multipart/form-data", "multipart/form-data; boundary=", f"{kind}; boundary=x"]
+    kind = choice.choice(kinds) if choice.random() < 0.3 else kind
+    return httpx.Request("POST", "http://gateway/v1/files", headers={"Content-Type": kind}, content=content)
+
+
+def requests(seed: int, count: int, described: list[tuple[str, str]], ids: list[str]) -> Iterator[httpx.Request]:
+    """So many requests: those of GOOD, changed, one in four of a described route with any words or ids, and uploads."""
     choice = random.Random(seed)
     for _ in range(count):
+        if choice.random() < 0.04:
+            yield multipart(choice)
+            continue
         if choice.random() < 0.25:
             method, path = choice.choice(described)
-            path = re.sub(r"\{\w+\}", lambda _: choice.choice(WORDS), path)
+            path = re.sub(r"\{\w+\}", lambda _: choice.choice([*WORDS, *ids, *ids]), path)
             if choice.random() < 0.3:
                 path += choice.choice(
                     ["?wait=1", "?wait=-1", "?wait=" + "9" * 40, "?model=%ff", "?" + "a&" * 40, "?loaded=x"]
@@ -215,10 +247,11 @@ def test_no_request_breaks_the_gateway(stack: GatewayStack, site: Site, seed: in
         described = routes(http.get("/openapi.json").json())
         statuses: Counter[int] = Counter()
         further = 0
+        ids = ids_of_ended_things(http)
         before = jobs_of(redis)
         jobs, answered = set[str](), set[str]()
         memory = 0
-        for number, request in enumerate(requests(seed, count, described)):
+        for number, request in enumerate(requests(seed, count, described, ids)):
             # The other gateway has the tokenizer.
             gateway = site.gateway if request.url.path in TEXTS else stack.gateway
             request.url = httpx.URL(gateway.url).copy_with(raw_path=request.url.raw_path)
@@ -244,13 +277,16 @@ def test_no_request_breaks_the_gateway(stack: GatewayStack, site: Site, seed: in
                 further += 0 if is_one else len({*re.findall(r'"index":(\d+)', found.text)}) - 1
             if number == count // 2:
                 memory = sum(resident_bytes(each.pid) for each in gateways)
-        # An idempotency key may be that of a job of an earlier test, whose record may expire. A request whose answer
-        # was late, on a busy machine, may have a job. No other refused request has one.
+        # An idempotency key may be that of a job of an earlier test, whose record may expire. No refused request has a
+        # job. Only of texts, the answer names the first job alone, and one that was late may name none.
         late = statuses[503] + statuses[504]
         after = jobs_of(redis)
         named = {f"{{{name}}}:job:{local}".encode() for name, _, local in (job.partition(".") for job in jobs)}
         assert named <= after | before
-        assert len(after - before - named) <= late + further, statuses
+        unnamed = after - before - named
+        of_texts = {job for job in unnamed if job.startswith(b"{writer}:")}
+        assert unnamed == of_texts, statuses
+        assert len(of_texts) <= late + further, statuses
         assert jobs, "some requests are good"
         assert answered == TEXTS
         grown = sum(resident_bytes(each.pid) for each in gateways) - memory
@@ -259,3 +295,98 @@ def test_no_request_breaks_the_gateway(stack: GatewayStack, site: Site, seed: in
         assert grown < 32 * 1024 * 1024
         assert all(each.answers() for each in gateways)
     assert not [each.url for each in gateways if "request failed" in each.output.read_text()]
+
+
+COUNTS = pytest.mark.parametrize(
+    ("seed", "count"), [(1, 200), pytest.param(2, 20_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
+
+
+@COUNTS
+def test_no_call_of_grpc_breaks_the_gateway(stack: GatewayStack, seed: int, count: int):
+    """Requests with bytes that are cut, changed or added: no unknown error, no job of a refused call."""
+    choice, caller = random.Random(seed), Caller(stack.gateway.rpc)
+    good = [(PREDICT, predict_request()), (INFER, infer_request()), (PREDICT, predict_request(model_version="1"))]
+    # Twice a large number is infinite.
+    ran = {grpc.StatusCode.OK, grpc.StatusCode.OUT_OF_RANGE}
+    codes: Counter[grpc.StatusCode] = Counter()
+    jobs: set[str] = set()
+    with stack.server.client() as redis:
+        before = jobs_of(redis)
+        for _ in range(count):
+            method, request = choice.choice(good)
+            data = broken(request.SerializeToString(), choice)
+            call = caller.channel.unary_unary(method).future(data, PATIENCE_S)
+            codes[call.code()] += 1
+            trailing = dict(call.trailing_metadata() or ())
+            assert ("penstock-job-id" in trailing) == (call.code() in ran), call.details()
+            jobs |= {trailing[name] for name in trailing if name == "penstock-job-id"}
+        made = jobs_of(redis) - before
+    caller.channel.close()
+    assert codes[grpc.StatusCode.OK] > 0
+    refusals = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED}
+    assert sum(codes[code] for code in refusals) > 0
+    assert codes.keys() <= {*ran, *refusals}
+    assert made == {record_key(job_id).encode() for job_id in jobs}
+
+
+@COUNTS
+def test_no_message_of_a_websocket_breaks_the_gateway(stack: GatewayStack, seed: int, count: int):
+    """Each message has an answer, or ends the connection; none has a problem of 500, and no refused one has a job."""
+    choice = random.Random(seed)
+    good = {"model": "double", "inputs": {"x": TENSOR}, "priority": "low", "timeout_ms": 60_000, "stream": False}
+    kinds: Counter[str] = Counter()
+    jobs: set[str] = set()
+    closes: set[int] = set()
+
+    def frame() -> str | bytes:
+        document: Any = good
+        for _ in range(choice.randrange(3)):
+            document = changed(document, choice) if isinstance(document, dict) else document
+        raw = body(document, choice)
+        try:
+            return raw.decode() if choice.random() < 0.7 else raw
+        except UnicodeDecodeError:
+            return raw
+
+    def read(message: str | bytes) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(message) if isinstance(message, str) else msgspec.msgpack.decode(message)
+        return found
+
+    async def send_all() -> None:
+        address = f"{stack.gateway.url.replace('http', 'ws')}/predict/stream"
+        left = count
+        while left:
+            async with connect(address) as socket:
+                try:
+                    while left:
+                        left -= 1
+                        await socket.send(frame())
+                        answer: dict[str, Any] = {"type": ""}
+                        while answer["type"] not in ("completed", "failed", "cancelled", "expired", "error"):
+                            answer = read(await asyncio.wait_for(socket.recv(), 60))
+                        kinds[answer["type"]] += 1
+                        assert answer.get("error", {}).get("status") != 500, answer
+                        # Twice a large number is infinite.
+                        ran = answer["type"] == "completed" or answer["error"]["code"] == "non-finite-output"
+                        assert ("job_id" in answer) == ran, answer
+                        jobs.update([answer["job_id"]] if ran else [])
+                except ConnectionClosed as closed:
+                    closes.add(closed.rcvd.code if closed.rcvd else 0)
+
+    with stack.server.client() as redis:
+        before = jobs_of(redis)
+        asyncio.run(send_all())
+        made = jobs_of(redis) - before
+    assert kinds["completed"] > 0
+    assert kinds["error"] > 0
+    assert closes <= {1003, 1007, 1008, 1009}
+    assert made == {record_key(job_id).encode() for job_id in jobs}
+    assert "request failed" not in stack.gateway.output.read_text()
+
+
+def broken(data: bytes, choice: random.Random) -> bytes:
+    """The bytes of a message, which may be cut, changed or followed by others."""
+    place = choice.randrange(len(data))
+    other = bytes([choice.randrange(256)])
+    return choice.choice([data, data[:place], data[:place] + other + data[place + 1 :], data + other * 9, b"\xff" * 9])

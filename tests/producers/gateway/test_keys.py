@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from websockets.exceptions import InvalidStatus
 from penstock.producers.gateway.application import Gateway
 from penstock.producers.gateway.rpc.messages import message
 from penstock.registry.api_keys import KeyLimits, ShownKey, new_api_key
+from penstock.registry.broker.base import Usage
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.catalog.api_keys import SqlApiKeys
 from penstock.registry.queues import meter_key
@@ -439,9 +441,7 @@ def test_usage_counts_each_job_once(stack: GatewayStack, keyed: Keyed):
         assert client.post("/v1/jobs:batch", json={"model": "double", "inputs": [{"x": [ROW]}] * 3}).status_code == 202
         assert client.post("/v1/jobs", json=job(row=[1.0])).status_code == 422
         client.get("/v1/models")
-    with closing(RedisStreams.from_url(stack.server.url)) as broker:
-        used = {account: usage.jobs for (account, _), usage in broker.usage("double").items()}
-    assert used[made.key.id] == 4
+    assert used(stack, made, "double").jobs == 4
 
 
 @pytest.mark.parametrize("limit", [20, pytest.param(1000, marks=pytest.mark.slow)])
@@ -475,6 +475,98 @@ async def _overload(urls: list[str], key: str, count: int) -> list[httpx.Respons
         async def ask(number: int) -> httpx.Response:
             async with places:
                 return await client.get(f"{urls[number % len(urls)]}/v2")
+
+        return await asyncio.gather(*(ask(number) for number in range(count)))
+
+
+@pytest.fixture(scope="module")
+def pair(stack: GatewayStack, keyed: Keyed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Keyed]]:
+    """Two gateways with limits of each kind; each case of the test below meets one of them first."""
+    environment = {
+        "PENSTOCK_REGISTRY_URL": keyed.registry_url,
+        "PENSTOCK_INFERENCE_SERVER_API_KEYS": "required",
+        "PENSTOCK_INFERENCE_SERVER_ADDRESS_HEADER": "x-real-ip",
+        "PENSTOCK_INFERENCE_SAFEGUARDS_RATE_LIMIT_ENABLED": "true",
+        "PENSTOCK_INFERENCE_SAFEGUARDS_RATE_LIMIT_TENANT_REQUESTS_PER_MINUTE": str(OF_TENANT),
+        "PENSTOCK_INFERENCE_SAFEGUARDS_RATE_LIMIT_ADDRESS_REQUESTS_PER_MINUTE": str(OF_ADDRESS),
+        "PENSTOCK_INFERENCE_SAFEGUARDS_RATE_LIMIT_ROUTES": json.dumps([f"/v1/models={OF_ROUTE}"]),
+    }
+    gateways = [
+        GatewayProcess(stack.server, tmp_path_factory.mktemp("pair"), environment=environment) for _ in range(2)
+    ]
+    try:
+        yield [Keyed(gateway.start(), keyed.registry_url) for gateway in gateways]
+    finally:
+        for gateway in gateways:
+            gateway.stop()
+
+
+OF_KEY, OF_ROUTE, OF_TENANT, OF_ADDRESS = 20, 25, 70, 90
+EMBEDDING = {"model": "double", "input": [[1, 2, 3, 4]]}
+
+
+class Overload(NamedTuple):
+    """A limit that two gateways share. keys: how many ask."""
+
+    name: str
+    expected: int
+    limits: KeyLimits = KeyLimits()
+    keys: int = 1
+    is_one_tenant: bool = True
+    is_one_address: bool = False
+    path: str = "/v2"
+
+
+OVERLOADS = [
+    Overload("day", OF_KEY, KeyLimits(requests_per_day=OF_KEY)),
+    # Four of each embedding.
+    Overload("tokens", OF_KEY, KeyLimits(tokens_per_minute=4 * OF_KEY), path="/v1/embeddings"),
+    Overload("tenant", OF_TENANT, keys=2),
+    Overload("address", OF_ADDRESS, keys=2, is_one_tenant=False, is_one_address=True),
+    Overload("route", OF_ROUTE, path="/v1/models"),
+]
+
+
+@pytest.mark.parametrize("case", OVERLOADS, ids=lambda case: case.name)
+def test_every_limit_is_exact_over_two_gateways(stack: GatewayStack, pair: list[Keyed], case: Overload):
+    """CX-018: of three times a limit, asked of both at once, as many are admitted as it says; the others name it."""
+    tenants = [f"over-{case.name}-{0 if case.is_one_tenant else number}" for number in range(case.keys)]
+    made = [pair[0].key(f"{case.name} {tenant}", tenant=tenant, limits=case.limits) for tenant in tenants]
+    for each in made:
+        with pair[1].client(each) as client:
+            wait_until(partial(_is_known, client), 20, "the other one knows the key")
+    with closing(stack.server.client()) as redis:
+        for subject in (*tenants, *(each.key.id for each in made)):
+            for meter in redis.scan_iter(f"{{gateway}}:limits:*{subject}*", count=10_000):
+                redis.delete(meter)
+    count = 3 * case.expected
+    answers = asyncio.run(_ask_pair([each.gateway.url for each in pair], [each.text for each in made], case, count))
+    admitted = [answer for answer in answers if answer.status_code == 200]
+    refused = [answer for answer in answers if answer.status_code == 429]
+    assert (len(admitted), len(refused)) == (case.expected, count - case.expected)
+    for answer in refused:
+        assert f"({case.name}) is spent" in answer.text
+        assert int(answer.headers["retry-after"]) >= 1
+
+
+def _is_known(client: httpx.Client) -> bool:
+    return client.get("/v2").status_code != 401
+
+
+async def _ask_pair(urls: list[str], keys: list[str], case: Overload, count: int) -> list[httpx.Response]:
+    """So many requests, in turn of each gateway with each key, 32 at a time."""
+    places = asyncio.Semaphore(32)
+    turns = list(itertools.product(keys, urls))
+    async with httpx.AsyncClient(timeout=120) as client:
+
+        async def ask(number: int) -> httpx.Response:
+            key, url = turns[number % len(turns)]
+            address = "192.0.2.1" if case.is_one_address else f"198.51.100.{number}"
+            headers = {"X-API-Key": key, "X-Real-IP": address}
+            async with places:
+                if case.name == "tokens":
+                    return await client.post(f"{url}{case.path}", json=EMBEDDING, headers=headers)
+                return await client.get(f"{url}{case.path}", headers=headers)
 
         return await asyncio.gather(*(ask(number) for number in range(count)))
 
@@ -553,6 +645,65 @@ def test_tokens_have_a_limit_of_their_own(keyed: Keyed):
     assert "10 per minute (tokens)" in refused.json()["error"]["message"]
 
 
+def used(stack: GatewayStack, made: ShownKey, model: str) -> Usage:
+    """What a key has used of a model."""
+    with closing(RedisStreams.from_url(stack.server.url)) as broker:
+        (found,) = [usage for (account, _), usage in broker.usage(model).items() if account == made.key.id]
+    return found
+
+
+def test_tokens_of_embeddings_are_in_the_usage(stack: GatewayStack, keyed: Keyed):
+    """Once for each job: a request that gets an earlier job by its key adds none. The page of metrics has them, too."""
+    made = keyed.key("embeds")
+    request = {"model": "double", "input": [[1, 2, 3, 4], [5, 6, 7, 8]]}
+    with keyed.client(made) as client:
+        for headers in ({}, {"Idempotency-Key": "e"}, {"Idempotency-Key": "e"}):
+            answered = client.post("/v1/embeddings", json=request, headers=headers)
+            assert answered.json()["usage"] == {"prompt_tokens": 8, "total_tokens": 8}
+        assert client.post("/v1/embeddings", json={**request, "input": [[1, 2, 3]]}).status_code == 422
+    assert used(stack, made, "double") == Usage(2, 16, 0)
+    with keyed.client(keyed.key("reads metrics", role="admin")) as client:
+        families = {each.name: each.samples for each in text_string_to_metric_families(client.get("/metrics").text)}
+    shown = {
+        each.labels["kind"]: each.value
+        for each in families["penstock_api_key_tokens"]
+        if each.labels["key"] == made.key.id
+    }
+    assert shown == {"prompt": 16, "generated": 0}
+
+
+def test_a_killed_worker_counts_the_tokens_of_embeddings_once(stack: GatewayStack, keyed: Keyed):
+    """kill -9 while lines of a batch run: their jobs run again, and count once."""
+    count = 8
+    made = keyed.key("embeds much")
+    entry = {"method": "POST", "url": "/v1/embeddings"}
+    lines = [
+        json.dumps({"custom_id": f"{n}", **entry, "body": {"model": "napper", "input": [[n, 1, 2, 3]]}})
+        for n in range(count)
+    ]
+    with keyed.client(made) as client:
+        batch_id = create_batch(client, entry["url"], lines)
+
+        def done() -> int:
+            completed: int = client.get(f"/v1/batches/{batch_id}").json()["request_counts"]["completed"]
+            return completed
+
+        wait_until(lambda: done() > 0, 60, "a line has ended")
+        stack.worker.kill()
+        assert done() < count
+        stack.worker.start()
+        wait_until(lambda: done() == count, 60, "all lines have ended")
+    assert used(stack, made, "napper") == Usage(count, 4 * count, 0)
+
+
+def create_batch(client: httpx.Client, url: str, lines: Sequence[str]) -> str:
+    """The id of a new batch of these lines."""
+    form: dict[str, Any] = {"purpose": (None, "batch"), "file": ("lines.jsonl", "\n".join(lines).encode())}
+    file_id = client.post("/v1/files", files=form).json()["id"]
+    wish = {"input_file_id": file_id, "endpoint": url, "completion_window": "24h"}
+    return str(client.post("/v1/batches", json=wish).json()["id"])
+
+
 def test_tokens_of_a_text_count_when_it_is_whole(stack: GatewayStack, keyed: Keyed, site: Site):
     """Those of the prompt and of the text, in the limit and in the usage; the texts of one request are jobs of their
     own. A key whose tokens are spent is refused before it submits anything."""
@@ -573,10 +724,9 @@ def test_tokens_of_a_text_count_when_it_is_whole(stack: GatewayStack, keyed: Key
             wait_until(lambda: redis.hexists(meter, "first"), 20, "the tokens are charged")
             redis.hset(meter, "sum", 60)
         assert client.post("/v1/completions", json=request).status_code == 429
-    with closing(RedisStreams.from_url(stack.server.url)) as broker:
-        (used,) = [usage for (account, _), usage in broker.usage("writer").items() if account == made.key.id]
-    assert (used.jobs, used.prompt_tokens) == (3, 3 * (spent - 40) // 2)
-    assert used.generated_tokens > 40
+    found = used(stack, made, "writer")
+    assert (found.jobs, found.prompt_tokens) == (3, 3 * (spent - 40) // 2)
+    assert found.generated_tokens > 40
 
 
 def test_a_killed_worker_costs_nothing_twice(stack: GatewayStack, keyed: Keyed, site: Site):
@@ -598,9 +748,7 @@ def test_a_killed_worker_costs_nothing_twice(stack: GatewayStack, keyed: Keyed, 
         site.worker.start()
         wait_until(lambda: statuses()["completed"] == count, 60, "all are written")
         spent = int(redis.hget(meter_key(f"key:{made.key.id}", "tokens"), "sum") or 0)
-    with closing(RedisStreams.from_url(stack.server.url)) as broker:
-        (used,) = [usage for (account, _), usage in broker.usage("writer").items() if account == made.key.id]
-    assert (used.jobs, used.prompt_tokens, used.generated_tokens) == (count, count * prompt_tokens, count * each)
+    assert used(stack, made, "writer") == Usage(count, count * prompt_tokens, count * each)
     # The limit of a minute is charged behind the commit, and may miss the texts at the moment of the kill.
     assert 0 < spent <= count * (prompt_tokens + each)
 
@@ -725,10 +873,7 @@ def test_a_batch_runs_for_its_key(keyed: Keyed, globex: httpx.Client):
         for number in range(16)
     ]
     with keyed.client(made) as client:
-        form: dict[str, Any] = {"purpose": (None, "batch"), "file": ("lines.jsonl", "\n".join(lines).encode())}
-        file_id = client.post("/v1/files", files=form).json()["id"]
-        wish = {"input_file_id": file_id, "endpoint": entry["url"], "completion_window": "24h"}
-        batch_id = client.post("/v1/batches", json=wish).json()["id"]
+        batch_id = create_batch(client, entry["url"], lines)
         assert globex.get(f"/v1/batches/{batch_id}").status_code == 404
 
         def done() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from websockets.asyncio.client import connect
 
 from penstock.producers.gateway.limits import Owner, RateLimits, headers_of
 from penstock.registry.api_keys import KeyLimits
-from penstock.registry.broker.meters import Charge, Meter, Reading, Spent
+from penstock.registry.broker.meters import Charge, Lines, Meter, Reading, Spent
 from penstock.registry.errors import BrokerUnavailable, RateLimited
 from penstock.registry.queues import meter_key
 from penstock.registry.settings_sections import RateLimitConfig
@@ -29,7 +29,7 @@ EVERY = RateLimitConfig(
 )
 
 
-async def _unused(requests: Any) -> Any:
+async def _unused(requests: Any, _lines: Any) -> Any:
     raise AssertionError("no call is made")
 
 
@@ -97,7 +97,7 @@ class Server:
         self.open = asyncio.Event()
         self.error: Exception | None = None
 
-    async def spend(self, requests: Sequence[Sequence[Charge]]) -> list[Spent]:
+    async def spend(self, requests: Sequence[Sequence[Charge]], _lines: Mapping[int, Lines]) -> list[Spent]:
         """See AsyncRedisStreams.spend."""
         self.calls.append(len(requests))
         await self.open.wait()
@@ -158,7 +158,7 @@ def test_further_costs_go_to_the_meters_that_count_them():
     async def scenario(**spent: int) -> list[tuple[str, int]]:
         seen: list[tuple[str, int]] = []
 
-        async def spend(requests: Sequence[Sequence[Charge]]) -> list[Spent]:
+        async def spend(requests: Sequence[Sequence[Charge]], _lines: Mapping[int, Lines]) -> list[Spent]:
             seen.extend((meter.name, cost) for meter, cost in requests[0])
             return [Spent(True, ())]
 
@@ -174,7 +174,7 @@ def test_the_refusal_names_the_limit_that_lasts_longest():
     """Of two spent limits, waiting for the shorter one would be refused again."""
     charges = [Charge(Meter("requests", "k", "m", 10), 1), Charge(Meter("day", "d", "d", 99), 1)]
 
-    async def spend(requests: object) -> list[Spent]:
+    async def spend(requests: object, _lines: object) -> list[Spent]:
         return [Spent(False, (Reading(charges[0].meter, 0, 30), Reading(charges[1].meter, 0, 4000)))]
 
     with pytest.raises(
@@ -284,7 +284,7 @@ def test_as_many_lines_are_charged_as_there_is_room_for(room: dict[str, int], to
     """From the first one on. Without room for it nothing is charged; tokens that are not known need room for one."""
     left = dict(room)
 
-    async def spend(requests: Sequence[Sequence[Charge]]) -> list[Spent]:
+    async def spend(requests: Sequence[Sequence[Charge]], _lines: Mapping[int, Lines]) -> list[Spent]:
         (charges,) = requests
         fits = all(left[meter.name] >= max(cost, 1) for meter, cost in charges)
         readings = tuple(Reading(meter, left[meter.name], 30) for meter, _ in charges)
@@ -297,9 +297,9 @@ def test_as_many_lines_are_charged_as_there_is_room_for(room: dict[str, int], to
     charges = limits.line_charges(owner)
     if expected is None:
         with pytest.raises(RateLimited):
-            asyncio.run(limits.admit_most(charges, tokens))
+            asyncio.run(limits.admit_most(charges, tokens, Lines("batch", range(len(tokens)))))
         assert left == room
         return
-    assert asyncio.run(limits.admit_most(charges, tokens)) == expected
+    assert asyncio.run(limits.admit_most(charges, tokens, Lines("batch", range(len(tokens))))) == expected
     cost = sum(min(each, 25) for each in tokens[:expected])
     assert left == {"requests": room["requests"] - expected, "tokens": room["tokens"] - cost}

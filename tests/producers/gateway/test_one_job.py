@@ -6,14 +6,16 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
 from websockets.asyncio.client import connect
 
-from penstock import Client
+from penstock import AsyncClient, Client
+from penstock.registry.queues import followers_key
 from tests.gateway_process import GatewayProcess
 from tests.producers.gateway.conftest import GatewayStack, StartGateway
 from tests.producers.gateway.rpc.conftest import INFER, Caller, infer_request
@@ -151,11 +153,31 @@ def test_submitted_by_rest_streamed_by_websocket_cancelled_by_any(stack: Gateway
         assert client.job(job_id).status() == "cancelled"
 
 
+def counted(gateway: GatewayProcess, name: str) -> float:
+    """A gauge of a gateway, without its `penstock_http_`."""
+    with gateway.client() as http:
+        # The page has the figures as they were when the request before it ended.
+        http.get("/health/live")
+        line = f"penstock_http_{name} "
+        (found,) = (each for each in http.get("/metrics").text.splitlines() if each.startswith(line))
+        return float(found.split()[1])
+
+
+@contextmanager
+def asking(gateway: GatewayProcess, model: str, inputs: dict[str, Any]) -> Iterator[None]:
+    """A client that asks for a prediction without a key, and closes its connection at the end of the block."""
+    url, body = httpx.URL(gateway.url), json.dumps({"inputs": inputs}).encode()
+    with socket.create_connection((url.host, url.port or 80), 30) as client:
+        head = f"POST /v1/models/{model}:predict HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        client.sendall(head.encode() + body)
+        yield
+
+
 @pytest.mark.parametrize("other", ["poll", "events", "websocket"])
 def test_a_job_that_somebody_else_waits_for_goes_on(stack: GatewayStack, start_gateway: StartGateway, other: str):
     """The client that submitted it closes its connection; the one that has only its id gets the outputs."""
     gateway = start_gateway()
-    url, found = httpx.URL(gateway.url), list[dict[str, Any]]()
+    found = list[dict[str, Any]]()
 
     def wait(job_id: str) -> None:
         with gateway.client() as http:
@@ -166,35 +188,130 @@ def test_a_job_that_somebody_else_waits_for_goes_on(stack: GatewayStack, start_g
             else:
                 found.append(asyncio.run(_ask(gateway, {"job": job_id}))[-1])
 
-    def counted(name: str) -> float:
-        with gateway.client() as http:
-            # The page has the figures as they were when the request before it ended.
-            http.get("/health/live")
-            (line,) = (each for each in http.get("/metrics").text.splitlines() if each.startswith(f"{name} "))
-            return float(line.split()[1])
-
     stack.worker.freeze()
     try:
         with Client(stack.server.url) as client:
             # The frozen worker may have asked for one job before.
             client.submit("double", {"x": [ROW]})
         before = jobs_of(stack, "double")
-        with socket.create_connection((url.host, url.port or 80), 30) as first:
-            body = json.dumps({"inputs": {"x": [ROW]}}).encode()
-            head = f"POST /v1/models/double:predict HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-            first.sendall(head.encode() + body)
+        with asking(gateway, "double", {"x": [ROW]}):
             wait_until(lambda: jobs_of(stack, "double") > before, 60, "the job is accepted")
             (job_id,) = jobs_of(stack, "double") - before
             waiter = threading.Thread(target=wait, args=(job_id,))
             waiter.start()
             waiting, streams = (2, 0) if other == "poll" else (1, 1)
             wait_until(
-                lambda: (counted("penstock_http_waiting"), counted("penstock_http_streams")) == (waiting, streams),
+                lambda: (counted(gateway, "waiting"), counted(gateway, "streams")) == (waiting, streams),
                 60,
                 "both wait",
             )
-        wait_until(lambda: counted("penstock_http_waiting") == waiting - 1, 60, "the first client has gone")
+        wait_until(lambda: counted(gateway, "waiting") == waiting - 1, 60, "the first client has gone")
     finally:
         stack.worker.thaw()
     waiter.join()
     assert [each["outputs"]["y"]["data"] for each in found] == [[TWICE]]
+
+
+class Elsewhere:
+    """The ways to wait for a job in another process than the gateway that submitted it. Each gives its output."""
+
+    def __init__(self, stack: GatewayStack, gateway: GatewayProcess) -> None:
+        self._url = stack.server.url
+        self._gateway = gateway
+
+    def poll(self, job_id: str) -> Any:
+        """A request that waits, to another gateway."""
+        with self._gateway.client() as http:
+            return _output(http.get(f"/v1/jobs/{job_id}?wait=120", timeout=120).json())
+
+    def events(self, job_id: str) -> Any:
+        """Server-sent events of another gateway."""
+        with self._gateway.client() as http:
+            return _output(events(http.get(f"/v1/jobs/{job_id}/events", timeout=120).text)[-1][2])
+
+    def websocket(self, job_id: str) -> Any:
+        """A WebSocket of another gateway."""
+        return _output(asyncio.run(_ask(self._gateway, {"job": job_id}))[-1])
+
+    def result(self, job_id: str) -> Any:
+        """The client of Python."""
+        with Client(self._url) as client:
+            return client.job(job_id).result(120)["y"].tolist()
+
+    def stream(self, job_id: str) -> Any:
+        """The events of the client of Python."""
+        with Client(self._url) as client:
+            *_, last = client.job(job_id).stream(timeout=120)
+            return client.job(job_id).result()["y"].tolist() if last.type == "completed" else last.type
+
+    def as_completed(self, job_id: str) -> Any:
+        """One job of many of the client of Python."""
+        with Client(self._url) as client:
+            (found,) = client.as_completed([client.job(job_id)], timeout=120)
+            return found.result()["y"].tolist()
+
+    def gather(self, job_id: str) -> Any:
+        """The asyncio client of Python."""
+
+        async def gathered() -> Any:
+            async with AsyncClient(self._url) as client:
+                (found,) = await client.gather([client.job(job_id)], timeout=120)
+                return found["y"].tolist()
+
+        return asyncio.run(gathered())
+
+
+def _output(document: dict[str, Any]) -> Any:
+    return document["outputs"]["y"]["data"] if "outputs" in document else document
+
+
+@pytest.mark.parametrize("other", ["poll", "events", "websocket", "result", "stream", "as_completed", "gather"])
+def test_a_job_that_another_process_waits_for_goes_on(stack: GatewayStack, start_gateway: StartGateway, other: str):
+    """The first gateway's client closes its connection. The one in another process, which has only the id, gets it."""
+    wait, found = getattr(Elsewhere(stack, stack.gateway), other), list[Any]()
+    gateway = start_gateway()
+    stack.worker.freeze()
+    try:
+        with Client(stack.server.url) as client:
+            # The frozen worker may have asked for one job before.
+            client.submit("double", {"x": [ROW]})
+        before = jobs_of(stack, "double")
+        with asking(gateway, "double", {"x": [ROW]}):
+            wait_until(lambda: jobs_of(stack, "double") > before, 60, "the job is accepted")
+            (job_id,) = jobs_of(stack, "double") - before
+            waiter = threading.Thread(target=lambda: found.append(wait(job_id)))
+            waiter.start()
+            wait_until(lambda: followed(stack, job_id), 60, "the other one waits")
+        wait_until(lambda: counted(gateway, "waiting") == 0, 60, "the first client has gone")
+    finally:
+        stack.worker.thaw()
+    waiter.join()
+    assert found == [[TWICE]]
+
+
+@pytest.mark.parametrize("other", ["events", "stream"])
+def test_a_job_is_cancelled_once_the_other_process_has_left(stack: GatewayStack, start_gateway: StartGateway, other):
+    """The other process reads some events and goes; then the first client goes, and nobody waits."""
+    gateway = start_gateway()
+    before = jobs_of(stack, "counter")
+    with asking(gateway, "counter", {"count": [1_000_000], "delay_ms": [10]}):
+        wait_until(lambda: jobs_of(stack, "counter") > before, 60, "the job is accepted")
+        (job_id,) = jobs_of(stack, "counter") - before
+        if other == "events":
+            with stack.gateway.client() as http, http.stream("GET", f"/v1/jobs/{job_id}/events") as stream:
+                wait_until(lambda: followed(stack, job_id), 60, "the other one waits")
+                next(stream.iter_lines())
+        else:
+            with Client(stack.server.url) as client:
+                for _ in client.job(job_id).stream():
+                    assert followed(stack, job_id)
+                    break
+        wait_until(lambda: not followed(stack, job_id), 60, "the other one has left")
+    with Client(stack.server.url) as client:
+        wait_until(lambda: client.job(job_id).status() == "cancelled", 60, "the job is cancelled")
+
+
+def followed(stack: GatewayStack, job_id: str) -> bool:
+    """Whether the broker knows of a process that waits for the job."""
+    with stack.server.client() as redis:
+        return bool(redis.exists(followers_key(job_id)))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,10 @@ import httpx
 import numpy as np
 import pytest
 
+from penstock.registry.api_keys import KeyLimits, ShownKey, new_api_key
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.catalog.api_keys import SqlApiKeys
+from penstock.registry.queues import meter_key
 from tests.conftest import StartWorker
 from tests.gateway_process import GatewayProcess
 from tests.packages import recorded_forwards, write_recorder
@@ -30,9 +36,9 @@ def openai(stack: GatewayStack) -> Iterator[Any]:
         yield client
 
 
-def client_of(gateway: GatewayProcess) -> Any:
+def client_of(gateway: GatewayProcess, api_key: str = "none") -> Any:
     """OpenAI's client of a gateway."""
-    return require_module("openai").OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
+    return require_module("openai").OpenAI(base_url=f"{gateway.url}/v1", api_key=api_key, max_retries=0)
 
 
 def line(custom_id: str, text: object = "abcd", url: str = EMBEDDINGS, method: str = "POST", **fields: Any) -> str:
@@ -247,18 +253,40 @@ def recorded(
         gateway.stop()
 
 
-@pytest.mark.slow
-def test_a_killed_gateway_leaves_its_batch_to_another_one(recorded: Callable[..., GatewayProcess], tmp_path: Path):
-    """SIGKILL in the middle: the other gateway goes on. Each line ran once and has one answer."""
-    count = 600
-    first = recorded(PENSTOCK_INFERENCE_BATCHES_MAX_OUTSTANDING="128")
-    with client_of(first) as client:
+@pytest.fixture
+def paying(tmp_path: Path) -> tuple[dict[str, str], ShownKey]:
+    """The settings of gateways that ask for keys, and a key with a quota for the day."""
+    url = f"sqlite:///{tmp_path / 'registry.db'}"
+    made = new_api_key("pays", now=int(time.time()), limits=KeyLimits(requests_per_day=1_000_000))
+    SqlApiKeys(url).add(made.key)
+    return {"PENSTOCK_REGISTRY_URL": url, "PENSTOCK_INFERENCE_SERVER_API_KEYS": "required"}, made
+
+
+def test_a_killed_gateway_leaves_its_batch_to_another_one(
+    recorded: Callable[..., GatewayProcess],
+    redis_server: RedisServer,
+    paying: tuple[dict[str, str], ShownKey],
+    tmp_path: Path,
+):
+    """SIGKILL in the middle: the other gateway goes on. Each line ran once, has one answer, and is charged once."""
+    count, (settings, made) = 600, paying
+    first = recorded(PENSTOCK_INFERENCE_BATCHES_MAX_OUTSTANDING="128", **settings)
+    with client_of(first, made.text) as client:
         batch = create(client, [prediction(number) for number in range(count)], PREDICT)
         wait_until(lambda: len(recorded_forwards(tmp_path / "forwards")) >= 12, 60, "the batch runs")
     first.kill()
-    second = recorded()
-    with client_of(second) as client:
-        batch = ended(client, batch.id)
+    assert count > lines_charged(redis_server, made) > 0
+    second = recorded(**settings)
+    with client_of(second, made.text) as client:
+        asked = 0
+
+        def ends() -> Any:
+            nonlocal asked
+            asked += 1
+            found = client.batches.retrieve(batch.id)
+            return found if found.status in ENDED else None
+
+        batch = wait_until(ends, 60, "the batch has ended")
         assert batch.status == "completed"
         assert (batch.request_counts.completed, batch.request_counts.failed) == (count, 0)
         found = answers(client, batch.output_file_id)
@@ -266,25 +294,60 @@ def test_a_killed_gateway_leaves_its_batch_to_another_one(recorded: Callable[...
     ran = [row for rows in recorded_forwards(tmp_path / "forwards") for row in rows]
     # The warm-up runs zeros.
     assert sorted(row for row in ran if row) == [float(number) for number in range(1, count)]
+    # The file and the batch, each look at it, and the answers.
+    assert lines_charged(redis_server, made) == 2 + asked + 1 + count
+    assert jobs_used(redis_server, made) == count
 
 
-@pytest.mark.slow
 def test_a_batch_outlives_a_restart_of_the_broker(
-    recorded: Callable[..., GatewayProcess], redis_server: RedisServer, tmp_path: Path
+    recorded: Callable[..., GatewayProcess],
+    redis_server: RedisServer,
+    paying: tuple[dict[str, str], ShownKey],
+    tmp_path: Path,
 ):
-    """It waits while the broker is away. Each line has one answer, as if nothing had happened."""
-    count = 400
-    gateway = recorded(PENSTOCK_INFERENCE_BATCHES_MAX_OUTSTANDING="64")
-    with client_of(gateway) as client:
+    """It waits while the broker is away. Each line has one answer and is charged once, as if nothing had happened."""
+    count, (settings, made) = 400, paying
+    gateway = recorded(PENSTOCK_INFERENCE_BATCHES_MAX_OUTSTANDING="64", **settings)
+    unavailable = require_module("openai").InternalServerError
+    with client_of(gateway, made.text) as client, redis_server.client() as redis:
+        # All that was answered is on the disk: what follows counts exactly.
+        redis.config_set("appendfsync", "always")
         batch = create(client, [prediction(number) for number in range(count)], PREDICT)
         wait_until(lambda: len(recorded_forwards(tmp_path / "forwards")) >= 8, 60, "the batch runs")
-        redis_server.await_writes()
         redis_server.kill()
-        assert client.batches.retrieve(batch.id).status == "in_progress"
+        with pytest.raises(unavailable, match="broker"):
+            client.batches.retrieve(batch.id)
         redis_server.start()
-        batch = ended(client, batch.id)
+        asked = 0
+
+        def ends() -> Any:
+            nonlocal asked
+            try:
+                found = client.batches.retrieve(batch.id)
+            except unavailable:
+                # Its limits cannot be read before the gateway has connected again.
+                return None
+            asked += 1
+            return found if found.status in ENDED else None
+
+        batch = wait_until(ends, 60, "the batch has ended")
         assert (batch.request_counts.completed, batch.request_counts.failed) == (count, 0)
         assert answers(client, batch.output_file_id).keys() == {f"n{number}" for number in range(count)}
+    assert lines_charged(redis_server, made) == 2 + asked + 1 + count
+    assert jobs_used(redis_server, made) == count
+
+
+def lines_charged(server: RedisServer, made: ShownKey) -> int:
+    """What the key has spent of its day."""
+    with server.client() as redis:
+        return int(redis.hget(meter_key(f"key:{made.key.id}", "day"), "sum") or 0)
+
+
+def jobs_used(server: RedisServer, made: ShownKey) -> int:
+    """The jobs in the usage of the key."""
+    with closing(RedisStreams.from_url(server.url)) as broker:
+        (found,) = [used for (account, _), used in broker.usage("recorder").items() if account == made.key.id]
+    return found.jobs
 
 
 @pytest.mark.slow

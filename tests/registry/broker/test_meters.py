@@ -14,7 +14,17 @@ import pytest
 import redis
 
 from penstock.registry.broker import redis_scripts as scripts
-from penstock.registry.broker.meters import Charge, Meter, Spent, WindowKind, spend, spent
+from penstock.registry.broker.meters import (
+    Charge,
+    Lines,
+    Meter,
+    Spent,
+    WindowKind,
+    charged,
+    parse_charged,
+    spend,
+    spent,
+)
 from penstock.registry.broker.redis_async import AsyncRedisStreams
 from penstock.registry.queues import meter_key
 from tests.servers import RedisServer
@@ -45,6 +55,34 @@ def age(client: redis.Redis, key: str, seconds: int) -> None:
     client.delete(key)
     moved: dict[Any, Any] = {str(int(name) - seconds): value for name, value in fields.items() if name.isdigit()}
     client.hset(key, mapping={**moved, "sum": fields["sum"], "first": fields["first"] - seconds})
+
+
+def test_lines_of_a_batch_are_charged_once(client: redis.Redis):
+    """A call whose answer was lost, or whose process died, is repeated. Other lines of the batch are charged."""
+    minute, day, batch_id = meter(10), meter(100, "d"), uuid.uuid4().hex
+    costs = [Charge(minute, 3), Charge(day, 3)]
+    first = Lines(batch_id, [0, 8, 49_999])
+
+    def ask(lines: Lines) -> Spent:
+        other = [Charge(meter(2), 1)]
+        requests = [other, costs, other]
+        _, found, last = spent(requests, client.execute_command(*spend(requests, {1: lines})))
+        assert last.is_admitted
+        return found
+
+    def read() -> frozenset[int]:
+        return parse_charged(client.execute_command(*charged(batch_id)))
+
+    assert read() == frozenset()
+    assert [reading.left for reading in ask(first).readings] == [7, 97]
+    assert [reading.left for reading in ask(first).readings] == [7, 97]
+    assert read() == {0, 8, 49_999}
+    assert [reading.left for reading in ask(Lines(batch_id, [8, 1, 2])).readings] == [4, 94]
+    assert [reading.left for reading in ask(Lines(uuid.uuid4().hex, [0, 8, 49_999])).readings] == [1, 91]
+    # A refused request charges and notes nothing; lines that were charged go on without room.
+    assert not ask(Lines(batch_id, [3, 4, 5])).is_admitted
+    assert read() == {0, 1, 2, 8, 49_999}
+    assert ask(first).is_admitted
 
 
 @pytest.mark.parametrize("kind", ["m", "d", "M"])
