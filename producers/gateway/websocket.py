@@ -299,21 +299,26 @@ class _Connection:
                 await self._follow(request, opened)
             else:
                 await self._ask(request, document, opened)
-        except (ClientGone, OSError):
-            status = 499
         except asyncio.CancelledError:
             status = 499
             raise
         except Exception as error:  # the last place where an error can become a message
-            problem = problem_of(error)
-            status = problem.status
-            if status == 500:
-                logger.error("request failed", exc_info=error, extra={"route": _PATH})
-                self.end(_FAILED)
-            with suppress(ClientGone, OSError):
-                await self._write(written_problem(_about(opened), problem, opened.kind))
+            status = await self._told(error, opened)
         finally:
             self._figures.count(_PATH, "WEBSOCKET", status, self._now() - begun)
+
+    async def _told(self, error: Exception, opened: _Request) -> int:
+        """Writes what has ended the request, unless the client has gone. Returns the status of its end."""
+        # A broker that is away is an OSError, too: its client is there, and is told.
+        if isinstance(error, ClientGone) or (isinstance(error, OSError) and not isinstance(error, PenstockError)):
+            return 499
+        problem = problem_of(error)
+        if problem.status == 500:
+            logger.error("request failed", exc_info=error, extra={"route": _PATH})
+            self.end(_FAILED)
+        with suppress(ClientGone, OSError):
+            await self._write(written_problem(_about(opened), problem, opened.kind))
+        return problem.status
 
     async def _ask(self, request: Ask, document: Document, opened: _Request) -> None:
         begun = self._now()
