@@ -191,7 +191,10 @@ class Figure:
 
     @property
     def _is_upper(self) -> bool:
-        return self.limit is not None and self.ideal <= self.limit and self.kind not in ("smallest", "share")
+        if self.kind != "mean":
+            return self.kind == "largest"
+        # A limit at the ideal allows nothing: more of an error, whose ideal is 0, or less of a likeness.
+        return self.limit is not None and (self.limit > self.ideal or self.limit == self.ideal == 0)
 
     def _is_beyond(self, value: float) -> bool:
         if self.limit is None:

@@ -447,3 +447,14 @@ def test_the_use_of_an_output_is_known_from_task_and_numbers(
 ):
     """Unit length is an embedding, three axes are hidden states; a task decides what numbers cannot tell."""
     assert workload_of(spec("y", dtype), expected, task) == workload
+
+
+@pytest.mark.parametrize(("ideal", "worse"), [(1.0, 0.9), (0.0, 0.1)], ids=["likeness", "error"])
+def test_a_limit_at_the_ideal_allows_nothing(ideal: float, worse: float):
+    """Top-k agreement of 1, or no error at all: what misses it fails, and what meets it passes."""
+    values = np.full(100, ideal)
+    assert Figure.mean(values, ideal, ideal=ideal).verdict is Verdict.PASS
+    values[0] = worse
+    missed = Figure.mean(values, ideal, ideal=ideal)
+    assert missed.verdict is Verdict.FAIL
+    assert missed.worse_side == ("lower" if ideal else "higher")
