@@ -351,7 +351,7 @@ def test_job_without_one_costs_no_byte(redis_brokerage: OnRedis, slot: str):
     """Neither in the call that publishes it, nor in its header, nor in its record; it makes no key."""
     job = publication(slot)
     call = scripts.publish(slot, [job], ROOMY)
-    assert len(call) == 3 + call[2] + 8 + 5 + 1
+    assert len(call) == 3 + call[2] + 9 + 5 + 1
     assert scripts.webhook_slot(slot, [job]) is None
     assert msgspec.msgpack.encode(Options()) == b"\x80"
     with closing(redis_brokerage.connect()) as broker, redis_brokerage.server.client() as client:

@@ -125,7 +125,7 @@ def modules(only: Sequence[str]) -> list[str]:
 @click.command()
 @click.option("--rounds", type=click.IntRange(1), default=20, show_default=True, help="Rounds of every fault.")
 @click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="The first round's.")
-@click.option("--only", multiple=True, metavar="FAULT", help="F1 to F26 or P1; may be repeated.")
+@click.option("--only", multiple=True, metavar="FAULT", help="F1 to F27 or P1; may be repeated.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the table to this file, too.")
 def main(rounds: int, seed: int, only: Sequence[str], output: Path | None) -> None:
     """Break everything, often, and print a table of what was lost."""
