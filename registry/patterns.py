@@ -73,4 +73,5 @@ def _reason(problem: Exception, pattern: str) -> str:
     text = told.decode(errors="replace") if isinstance(told, bytes) else str(told)
     if text.endswith("(?P") and "(?P=" in pattern:
         return "RE2 has no back-references"
-    return next((reason for found, reason in _REASONS if found.search(text)), text)
+    # RE2 quotes the pattern as it is, which may have lines: a refusal is one line.
+    return next((reason for found, reason in _REASONS if found.search(text)), repr(text)[1:-1])

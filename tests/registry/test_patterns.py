@@ -23,6 +23,7 @@ from penstock.registry.patterns import compile_pattern
         (r"a{2000}", "invalid repetition size"),
         ("(", "missing )"),
         ("a\ud800", "no text can have"),
+        ("two\n(lines", "missing ): two\\n(lines"),
     ],
 )
 def test_pattern_that_cannot_be_compiled_is_refused(pattern: str, reason: str):
