@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
+from redis.exceptions import ResponseError
+
 from penstock.registry.broker import redis_scripts as scripts
 from penstock.registry.broker.redis_connection import RedisConnection
 from penstock.registry.errors import BrokerDamaged
@@ -199,9 +201,14 @@ class RedisShadow(RedisConnection):
                 return taken
 
     def renew(self, slot: str, consumer: str, pairs: Sequence[TakenPair]) -> None:
-        """Keep claimed pairs for another lease."""
+        """Keep claimed pairs for another lease. Of a shadow that is over, there are none to keep."""
         ids = [pair.entry_id for pair in pairs]
-        self._run(["XCLAIM", shadow_key(slot), GROUP, consumer, 0, *ids, "JUSTID"])
+        try:
+            self._run(["XCLAIM", shadow_key(slot), GROUP, consumer, 0, *ids, "JUSTID"])
+        except ResponseError as error:
+            # Its end deletes the queue.
+            if not str(error).startswith("NOGROUP"):
+                raise
 
     def settle(self, slot: str, shadow: str, settled: Sequence[Settled]) -> list[bool]:
         """Delete pairs and add their comparisons up, in one step for each pair. Returns for each whether it was

@@ -31,7 +31,7 @@ from penstock.workers.shadow.comparison import FAILED
 from tests.benchmarks import mlp
 from tests.benchmarks.harness import Harness, Program
 from tests.benchmarks.report import Progress, Row, median, verdict
-from tests.benchmarks.scale import Scale
+from tests.benchmarks.scale import SMOKE, Scale
 from tests.servers import RedisServer, WorkerProcess, wait_until
 
 __all__ = ["measure"]
@@ -131,7 +131,9 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
     with Harness(settings) as harness:
         server, root = harness.redis(), _versions(harness.folder())
         worker = harness.worker(server, "mlp", models_root=root)
-        stage = _Stage(harness, server, worker, root)
+        # Beside other tests, a process of the lowest class may get no time for minutes.
+        priority = "normal" if scale is SMOKE else "idle"
+        stage = _Stage(harness, server, worker, root, priority)
         rate = _half_load(stage, scale)
         pairs = {name: _pairs(stage, name, scale, rate, say) for name in _CONDITIONS}
     return [_row(name, runs, rate) for name, runs in pairs.items()]
@@ -187,8 +189,10 @@ def _row(name: str, pairs: Sequence[_Pair], rate: float) -> Row:
 class _Stage:
     """One worker under changing conditions."""
 
-    def __init__(self, harness: Harness, server: RedisServer, worker: WorkerProcess, root: Path) -> None:
+    def __init__(self, harness: Harness, server: RedisServer, worker: WorkerProcess, root: Path, priority: str) -> None:
+        """priority: of the shadow worker, as `penstock shadow run` knows it."""
         self._harness, self._server, self._worker, self._root = harness, server, worker, root
+        self._priority = priority
         self._settings = Settings.load(environ={**harness.settings, "PENSTOCK_REDIS_URL": server.url})
         self._shadow: Program | None = None
         self._seed = 0
@@ -204,7 +208,9 @@ class _Stage:
             "PENSTOCK_REDIS_URL": self._server.url,
             "PENSTOCK_INFERENCE_REPO_ROOT": str(self._root),
         }
-        self._shadow = self._harness.program("penstock", ["shadow", "run", "mlp"], environment)
+        self._shadow = self._harness.program(
+            "penstock", ["shadow", "run", "mlp", "--priority", self._priority], environment
+        )
         try:
             yield
         finally:

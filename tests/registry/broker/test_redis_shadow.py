@@ -211,6 +211,16 @@ def test_a_renewed_pair_stays_with_its_shadow_worker(end: RedisShadow, slot: str
         assert client.xpending_range(shadow_key(slot), "penstock", "-", "+", 1)[0]["time_since_delivered"] < 200
 
 
+def test_pairs_of_a_shadow_that_has_ended_are_not_renewed(end: RedisShadow, slot: str):
+    """Its candidate is loading, or waits for its next start: the shadow worker goes on to the next order."""
+    order = started(end, slot)
+    end.mirror(order, [b"1"])
+    taken = take(end, order, consumer="slow")
+    end.stop(slot)
+    end.renew(slot, "slow", taken)
+    assert end.state(slot).pairs == 0
+
+
 def test_a_pair_counts_once(end: RedisShadow, slot: str):
     """Two shadow workers compared it: the first settlement counts, the second one changes nothing."""
     order = started(end, slot)
