@@ -41,6 +41,7 @@ _PAIRS_PER_ROUND: Final = 18
 _RUN_S: Final = 2.0
 """54 pairs of short runs at full scale. Two neighbours differ by a twentieth, by chance; a median of 54 is known to a
 hundredth."""
+_SMOKE_PAIRS: Final = 2
 _BURST: Final = 8
 _WARM_UP: Final = 8
 """So small a part of the jobs of a run comes before it, and is not measured."""
@@ -142,6 +143,8 @@ def measure(scale: Scale, say: Progress) -> list[Row]:
 def _pairs(stage: _Stage, name: str, scale: Scale, rate: float, say: Progress) -> list[_Pair]:
     crashes = name == "crashing"
     number = scale.rounds * (_CRASHING_PAIRS_PER_ROUND if crashes else _PAIRS_PER_ROUND)
+    if scale is SMOKE:
+        number = _SMOKE_PAIRS
     # At most so many times the jobs of another row: a quick run is short.
     jobs = min(scale.jobs * (48 if crashes else 4), int(rate * (_CRASHING_RUN_S if crashes else _RUN_S)))
     beside = min(jobs, int(rate * _BESIDE_CRASHING_S))
