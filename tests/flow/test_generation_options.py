@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import yaml
 
 from penstock import Client, InvalidInput
 from tests.flow.conftest import read_text
 from tests.servers import RedisServer, WorkerProcess, redis_binaries, require
-from tests.workers.generation.packages import write_writer
+from tests.workers.generation.packages import write_relay, write_writer
 from tests.workers.generation.text_dialects import FORM, TEXT, tgi, vllm
 from tests.workers.generation.text_servers import TextServer
 
@@ -30,13 +28,6 @@ class Stage(NamedTuple):
     tgi: TextServer
 
 
-def _write_relay(root: Path, name: str, **generate: Any) -> None:
-    folder = root / name / "1"
-    folder.mkdir(parents=True)
-    spec = {"name": name, "version": "1", "format": "generate", "generate": generate}
-    (folder / "model.yaml").write_text(yaml.safe_dump(spec))
-
-
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     folder = tmp_path_factory.mktemp("options")
@@ -44,8 +35,8 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     write_writer(root)
     server = RedisServer(require(next(iter(redis_binaries().values()), None), "redis-server")).start()
     with TextServer(vllm()) as of_vllm, TextServer(tgi) as of_tgi, Client(server.url) as client:
-        _write_relay(root, "by-vllm", runtime_url=of_vllm.url, runtime_kind="vllm")
-        _write_relay(root, "by-tgi", runtime_url=of_tgi.url, runtime_kind="tgi")
+        write_relay(root, "by-vllm", runtime_url=of_vllm.url, runtime_kind="vllm")
+        write_relay(root, "by-tgi", runtime_url=of_tgi.url, runtime_kind="tgi")
         models = ["writer", "by-vllm", "by-tgi"]
         worker = WorkerProcess(server, root, folder, name="options@test", models=models).start()
         yield Stage(client, of_vllm, of_tgi)

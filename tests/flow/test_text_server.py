@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-import yaml
 
 from penstock import Client, Expired, InvalidInput, ModelError
 from penstock.registry.queues import events_key
@@ -22,7 +21,7 @@ from tests.faults.proxy import Proxy
 from tests.flow.conftest import Samples, read_text
 from tests.gateway_process import GatewayProcess
 from tests.servers import RedisServer, WorkerProcess, redis_binaries, require, wait_until
-from tests.workers.generation.packages import write_writer
+from tests.workers.generation.packages import write_relay, write_writer
 
 PATIENCE_S = 60.0
 GREEDY = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
@@ -54,13 +53,6 @@ class Stage(NamedTuple):
         return self.engine.generate(prompt, params)[0].outputs[0].text
 
 
-def _write_relay(root: Path, name: str, **generate: Any) -> None:
-    folder = root / name / "1"
-    folder.mkdir(parents=True)
-    spec = {"name": name, "version": "1", "format": "generate", "generate": generate}
-    (folder / "model.yaml").write_text(yaml.safe_dump(spec))
-
-
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     folder = tmp_path_factory.mktemp("relay")
@@ -78,9 +70,9 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     with Proxy(urlsplit(gateway.url).port or 0) as proxy:
         url = f"http://127.0.0.1:{proxy.port}/v1"
         fields = ["ignore_eos", "min_p", "regex"]
-        _write_relay(root, "relay", runtime_url=url, runtime_model="writer", runtime_fields=fields, max_model_len=256)
-        _write_relay(root, "long-relay", runtime_url=url, runtime_model="scribe", runtime_fields=fields)
-        _write_relay(root, "stray", runtime_url=url, runtime_model="nobody")
+        write_relay(root, "relay", runtime_url=url, runtime_model="writer", runtime_fields=fields, max_model_len=256)
+        write_relay(root, "long-relay", runtime_url=url, runtime_model="scribe", runtime_fields=fields)
+        write_relay(root, "stray", runtime_url=url, runtime_model="nobody")
         engine = Engine.from_pretrained(package, max_num_seqs=4, kv_cache_mb=4, packed_linears="off")
         yield Stage(server, root, folder, gateway, proxy, writer, engine)
     writer.stop()

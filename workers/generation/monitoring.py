@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from penstock.registry.errors import ConfigurationError, MissingRequirement, described
 from penstock.registry.extras import missing_package, not_installed
 from penstock.registry.metrics import ENGINE_DEVICE_MEMORY, ENGINE_FINISHED
+from penstock.workers.generation.engine_figures import figures_of
 from penstock.workers.generation.outputs import EngineStats
-from penstock.workers.observe.metrics import GenerationFigures, InferenceMetrics
+from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.observe.process_memory import device_bytes, host_bytes
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ class _Figures:
         if not stats.steps:
             return
         name = self._engine.decoder.name
-        self._metrics.generation(name, "", _as_figures(stats, self._engine.config.scheduler.max_num_seqs))
+        self._metrics.generation(name, "", figures_of(stats, self._engine.config.scheduler.max_num_seqs))
         yield from (family for family in self._metrics.collect() if family.samples)
         yield from ProcessCollector(registry=None).collect()
         labels = (name, "", "")
@@ -162,33 +163,6 @@ class _Figures:
             family = GaugeMetricFamily(memory.name, memory.help, labels=memory.labels)
             family.add_metric(labels, size)
             yield family
-
-
-def _as_figures(stats: EngineStats, seats: int) -> GenerationFigures:
-    """As a worker reports them, but for times: those of tokens are noted where they are delivered."""
-    return GenerationFigures(
-        waiting=stats.waiting,
-        running=stats.running,
-        preempted=stats.preemptions,
-        prompt_tokens=stats.prompt_tokens_computed,
-        generated_tokens=stats.tokens_generated,
-        steps=stats.steps,
-        rows=stats.rows,
-        pages_used=stats.pages_used,
-        pages_peak=stats.pages_peak,
-        pages_cached=stats.pages_cached,
-        pages=stats.pages_total,
-        prefix_queried=stats.prefix_tokens_queried,
-        prefix_found=stats.prefix_tokens_found,
-        drafted=stats.draft_tokens,
-        drafts_accepted=stats.draft_tokens_accepted,
-        seats=seats,
-        step_s=None,
-        seat_s=None,
-        text_s=None,
-        first_token_s=(),
-        inter_token_s=(),
-    )
 
 
 def _standard_error() -> Callable[[str], Any]:

@@ -22,10 +22,13 @@ from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Final
 
+import msgspec
+
 from penstock.registry.errors import ModelNotReady
 from penstock.workers.generation.backend import Wish
 from penstock.workers.generation.chat import ChatPrompt, chat_output, parser_of
 from penstock.workers.generation.engine import Engine
+from penstock.workers.generation.engine_figures import figures_of
 from penstock.workers.generation.engine_times import EngineTimes
 from penstock.workers.generation.outputs import ChatMessage, RequestOutput
 from penstock.workers.generation.request import GenerationRequest
@@ -164,23 +167,8 @@ class EngineRunner:
         """The counts of the engine, and the times since the last call."""
         stats, measured = self._stats, self._times.measured
         first_token_s, inter_token_s = self._times.take()
-        return GenerationFigures(
-            waiting=stats.waiting,
-            running=stats.running,
-            preempted=stats.preemptions,
-            prompt_tokens=stats.prompt_tokens_computed,
-            generated_tokens=stats.tokens_generated,
-            steps=stats.steps,
-            rows=stats.rows,
-            pages_used=stats.pages_used,
-            pages_peak=stats.pages_peak,
-            pages_cached=stats.pages_cached,
-            pages=stats.pages_total,
-            prefix_queried=stats.prefix_tokens_queried,
-            prefix_found=stats.prefix_tokens_found,
-            drafted=stats.draft_tokens,
-            drafts_accepted=stats.draft_tokens_accepted,
-            seats=self.engine.config.scheduler.max_num_seqs,
+        return msgspec.structs.replace(
+            figures_of(stats, self.engine.config.scheduler.max_num_seqs),
             step_s=measured.step_s,
             seat_s=measured.seat_s,
             text_s=measured.text_s,

@@ -173,6 +173,19 @@ def asking(gateway: GatewayProcess, model: str, inputs: dict[str, Any]) -> Itera
         yield
 
 
+@contextmanager
+def waited_for(stack: GatewayStack, gateway: GatewayProcess) -> Iterator[str]:
+    """A job that a client waits for, before a frozen worker. At the end of the block the client goes."""
+    with Client(stack.server.url) as client:
+        # The frozen worker may have asked for one job before.
+        client.submit("double", {"x": [ROW]})
+    before = jobs_of(stack, "double")
+    with asking(gateway, "double", {"x": [ROW]}):
+        wait_until(lambda: jobs_of(stack, "double") > before, 60, "the job is accepted")
+        (job_id,) = jobs_of(stack, "double") - before
+        yield job_id
+
+
 @pytest.mark.parametrize("other", ["poll", "events", "websocket"])
 def test_a_job_that_somebody_else_waits_for_goes_on(stack: GatewayStack, start_gateway: StartGateway, other: str):
     """The client that submitted it closes its connection; the one that has only its id gets the outputs."""
@@ -190,13 +203,7 @@ def test_a_job_that_somebody_else_waits_for_goes_on(stack: GatewayStack, start_g
 
     stack.worker.freeze()
     try:
-        with Client(stack.server.url) as client:
-            # The frozen worker may have asked for one job before.
-            client.submit("double", {"x": [ROW]})
-        before = jobs_of(stack, "double")
-        with asking(gateway, "double", {"x": [ROW]}):
-            wait_until(lambda: jobs_of(stack, "double") > before, 60, "the job is accepted")
-            (job_id,) = jobs_of(stack, "double") - before
+        with waited_for(stack, gateway) as job_id:
             waiter = threading.Thread(target=wait, args=(job_id,))
             waiter.start()
             waiting, streams = (2, 0) if other == "poll" else (1, 1)
@@ -272,13 +279,7 @@ def test_a_job_that_another_process_waits_for_goes_on(stack: GatewayStack, start
     gateway = start_gateway()
     stack.worker.freeze()
     try:
-        with Client(stack.server.url) as client:
-            # The frozen worker may have asked for one job before.
-            client.submit("double", {"x": [ROW]})
-        before = jobs_of(stack, "double")
-        with asking(gateway, "double", {"x": [ROW]}):
-            wait_until(lambda: jobs_of(stack, "double") > before, 60, "the job is accepted")
-            (job_id,) = jobs_of(stack, "double") - before
+        with waited_for(stack, gateway) as job_id:
             waiter = threading.Thread(target=lambda: found.append(wait(job_id)))
             waiter.start()
             wait_until(lambda: followed(stack, job_id), 60, "the other one waits")

@@ -9,7 +9,7 @@ import yaml
 
 from tests.workers.generation.engines import write_model
 
-__all__ = ["write_writer"]
+__all__ = ["write_relay", "write_writer"]
 
 
 def write_writer(root: Path, name: str = "writer", positions: int = 256, **generate: Any) -> Path:
@@ -21,3 +21,11 @@ def write_writer(root: Path, name: str = "writer", positions: int = 256, **gener
     spec = {"name": name, "version": "1", "format": "generate", "generate": section}
     (folder / "model.yaml").write_text(yaml.safe_dump(spec))
     return folder
+
+
+def write_relay(root: Path, name: str, **generate: Any) -> None:
+    """A package without weights: another server writes its texts."""
+    folder = root / name / "1"
+    folder.mkdir(parents=True)
+    spec = {"name": name, "version": "1", "format": "generate", "generate": generate}
+    (folder / "model.yaml").write_text(yaml.safe_dump(spec))

@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-
 import numpy as np
-import pytest
 
 from penstock.registry.broker.base import StreamEntry
 from penstock.registry.tensors import Array
 from penstock.workers.job import ClaimedJob
 from penstock.workers.streaming import EventStream, EventWriter
 from penstock.workers.streaming.delivered import delivered_chunks
-from tests.workers.streaming.jobs import MAX_BYTES, UNSIGNED, Broker, writer_of
-
-
-@pytest.fixture
-def broker() -> Broker:
-    return Broker()
-
-
-@pytest.fixture
-def job(broker: Broker) -> ClaimedJob:
-    """A job that runs."""
-    (job,) = broker.running()
-    return job
-
-
-@pytest.fixture
-def writer(broker: Broker) -> Iterator[EventWriter]:
-    writer = writer_of(broker, time.monotonic)
-    yield writer
-    writer.stop()
+from tests.workers.streaming.jobs import MAX_BYTES, UNSIGNED, Broker
 
 
 def run_of(job: ClaimedJob, writer: EventWriter, *numbers: int, resumes: bool = False) -> None:

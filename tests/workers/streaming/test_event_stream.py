@@ -2,37 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 from penstock.registry.errors import InvalidInput, ModelError
 from penstock.workers.job import ClaimedJob
 from penstock.workers.streaming import EventStream, EventWriter
-from tests.workers.streaming.jobs import MAX_BYTES, UNSIGNED, Broker, writer_of
-
-
-@pytest.fixture
-def broker() -> Broker:
-    """With nothing in it."""
-    return Broker()
-
-
-@pytest.fixture
-def job(broker: Broker) -> ClaimedJob:
-    """A job that runs."""
-    (job,) = broker.running()
-    return job
-
-
-@pytest.fixture
-def writer(broker: Broker) -> Iterator[EventWriter]:
-    """Writes to that broker."""
-    writer = writer_of(broker, time.monotonic)
-    yield writer
-    writer.stop()
+from tests.workers.streaming.jobs import MAX_BYTES, UNSIGNED, Broker
 
 
 def test_chunks_are_there_when_the_stream_is_finished(broker: Broker, job: ClaimedJob, writer: EventWriter):
