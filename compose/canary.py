@@ -115,8 +115,8 @@ def run_canary(
         closing(RedisShadow.from_url(settings.redis_url or "", timeout_s=_TIMEOUT_S)) as end,
         opened_failures(settings, metrics) as failures,
     ):
-        _check_shadow(end, candidate)
-        since_ms = end.server_ms()
+        # The pairs of a shadow that runs already may be older than what has opened the breaker.
+        since_ms = 0.0 if _has_shadow(end, candidate) else end.server_ms()
         judged = _Judged(settings, candidate, plan, device, on_progress, metrics, failures)
         goldens = _stored_goldens(settings, fleet, candidate)
         if goldens:
@@ -130,7 +130,7 @@ def run_canary(
         else:
             gate = judged.conclude(end)
         verdict = judged.verdict
-        wait_s = _readmitted(settings, candidate, verdict, since_ms) if verdict.verdict is Verdict.PASS else None
+        wait_s = _readmitted(settings, candidate, verdict, since_ms) if verdict.verdict is Verdict.PASS else 0.0
     return {
         "model": model,
         "candidate": candidate.version,
@@ -138,7 +138,8 @@ def run_canary(
         "active": candidate.active,
         **verdict.as_data(),
         "accepted": gate.accepted,
-        "breaker_pause_s": wait_s,
+        "breaker_stays_open": wait_s > 0,
+        "breaker_pause_s": round(wait_s, 3) if 0 < wait_s < inf else None,
         "goldens": judged.goldens.pairs,
         "shadow_pairs": judged.pairs.pairs,
         "examples": examples,
@@ -146,20 +147,19 @@ def run_canary(
     }
 
 
-def _readmitted(
-    settings: Settings, candidate: CheckedCandidate, verdict: CanaryVerdict, since_ms: float
-) -> float | None:
-    """Closes the breaker of the version. Returns the seconds for which it stays open; None: it is closed."""
+def _readmitted(settings: Settings, candidate: CheckedCandidate, verdict: CanaryVerdict, since_ms: float) -> float:
+    """Closes the breaker of the version. Returns 0, or the seconds for which it stays open; see CanaryPasses."""
+    if candidate.form:
+        return 0.0
     with closing(RedisBreakers.from_url(settings.redis_url or "", timeout_s=_TIMEOUT_S)) as breakers:
-        wait_s = CanaryPasses.of(settings, breakers).readmit(candidate, verdict, since_ms)
-    return round(wait_s, 3) if 0 < wait_s < inf else None
+        return CanaryPasses.of(settings, breakers).readmit(candidate, verdict, since_ms)
 
 
-def _check_shadow(end: RedisShadow, candidate: CheckedCandidate) -> None:
-    """Raises TransitionConflict while the model has a shadow that is of no use here."""
+def _has_shadow(end: RedisShadow, candidate: CheckedCandidate) -> bool:
+    """Whether a shadow of the candidate runs. Raises TransitionConflict for one that is of no use here."""
     state = end.state(candidate.model, series=0)
     if not state.is_running:
-        return
+        return False
     running = ShadowOrder.open(state.record, candidate.model)
     if (running.candidate, running.form) != (candidate.version, candidate.form) or not running.canary_pairs:
         what = running.label if running.canary_pairs else f"{running.label} without a canary"
@@ -167,6 +167,7 @@ def _check_shadow(end: RedisShadow, candidate: CheckedCandidate) -> None:
             f"{candidate.model} has a shadow with the candidate {what}. Expected `penstock shadow stop "
             f"{candidate.model}` first"
         )
+    return True
 
 
 @contextmanager

@@ -25,6 +25,8 @@ def draw_canary(found: Mapping[str, Any]) -> RenderableType:
     )
     if (pause_s := found["breaker_pause_s"]) is not None:
         parts.append(Text(f"  its circuit breaker stays open for {pause_s:.0f} s; run the canary again then"))
+    elif found["breaker_stays_open"]:
+        parts.append(Text("  its circuit breaker stays open: it may have opened after the first of these pairs"))
     figures = Table(box=None, pad_edge=False)
     for title in ("figure", "value", "limit", "95 % interval", "verdict"):
         figures.add_column(title)

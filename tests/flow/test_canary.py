@@ -159,13 +159,27 @@ def test_a_right_candidate_passes_on_so_many_pairs(shell: Shell, models_root: Pa
         early = json.loads(shell.canary("--pairs", "400").stdout)
     assert (ended.exit_code, traffic.problems) == (0, [])
     found = json.loads(ended.stdout)
-    assert found["breaker_pause_s"] is None
-    assert early["verdict"] == "PASS"
+    assert (found["breaker_stays_open"], found["breaker_pause_s"]) == (False, None)
+    assert (early["verdict"], early["breaker_stays_open"]) == ("PASS", True)
     assert 0 < early["breaker_pause_s"] <= 300
     assert breaker_of(shell.server, shell.model, "1").circuit == "open"
     assert (found["verdict"], found["reasons"], found["pairs"] >= 400) == ("PASS", [], True)
     assert found["figures"]["y.agreement"]["value"] == 1.0
     assert [decision["result"] for decision in shell.decisions()] == ["INSUFFICIENT", "PASS", "PASS"]
+
+
+@pytest.mark.slow
+def test_pairs_of_a_shadow_that_ran_before_close_no_breaker(shell: Shell, models_root: Path):
+    """Some of them may be older than what has opened it."""
+    write_candidate(models_root, shell.model, "# the same function")
+    started = run_shadow(shell.environ, "start", shell.model, "--candidate", "1", "--sample", "1")
+    assert started.exit_code == 0, started.output
+    open_breaker(shell, BreakerLimits(open_ms=1))
+    with shell.traffic() as traffic:
+        found = json.loads(shell.canary("--pairs", "400").stdout)
+    assert traffic.problems == []
+    assert (found["verdict"], found["breaker_stays_open"], found["breaker_pause_s"]) == ("PASS", True, None)
+    assert breaker_of(shell.server, shell.model, "1").circuit == "open"
 
 
 @pytest.mark.parametrize(
