@@ -140,8 +140,6 @@ def _read(inputs: Mapping[str, Any], name: str, expected: str) -> Any:
 def _check_fits(spec: ModelSpec, inputs: Mapping[str, Any]) -> None:
     """Tokens of a text are known to the worker only: it checks them again."""
     params = read_params(inputs)
-    if params.prompt_logprobs is not None:
-        raise InvalidInput(f"prompt_logprobs: found {params.prompt_logprobs}, expected none: a job has no such output")
     if spec.generate is not None and spec.generate.runtime_url is not None:
         is_chat, has_tools, has_token_ids = (name in inputs for name in (MESSAGES, TOOLS, TOKEN_IDS))
         check_obeyed(params, spec.generate, is_chat=is_chat, has_tools=has_tools, has_token_ids=has_token_ids)

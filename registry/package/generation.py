@@ -82,6 +82,7 @@ _OUTPUTS: Final = (
     {"name": USAGE, "dtype": "int64", "shape": [3]},
     {"name": "logprobs", "dtype": "string", "shape": ["choices"]},
     {"name": "message", "dtype": "string", "shape": ["choices"]},
+    {"name": "prompt_logprobs", "dtype": "string", "shape": [1]},
 )
 
 

@@ -151,6 +151,23 @@ def test_logprobs_come_where_they_are_asked_for(client: Client):
     result = client.submit("writer", {"prompt": "a"}, options=params).result(PATIENCE_S)
     found = json.loads(result["logprobs"][0])
     assert [set(at) >= {str(token)} for at, token in zip(found, result["token_ids"][0], strict=True)] == [True] * 5
+    assert result["prompt_logprobs"].tolist() == [""]
+
+
+def test_prompt_logprobs_are_those_of_the_engine(stage: Stage, client: Client):
+    """One entry for each token of the prompt, with that token in it; none of the first, which has nothing before it."""
+    params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=1)
+    job = client.submit("writer", {"prompt": "a river in the sun"}, options=params)
+    (found,) = job.result(PATIENCE_S)["prompt_logprobs"]
+    (output,) = stage.engine.generate("a river in the sun", params)
+    expected = output.prompt_logprobs
+    assert expected is not None
+    first, *others = json.loads(found)
+    assert first is None
+    assert [{int(token) for token in at} for at in others] == [set(at or ()) for at in expected[1:]]
+    values = [value for at in others for value in at.values()]
+    assert values == pytest.approx([value for at in expected[1:] for value in (at or {}).values()], abs=1e-4)
+    assert len(expected) == len(output.prompt_token_ids)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +190,6 @@ def test_logprobs_come_where_they_are_asked_for(client: Client):
         ({"text": "a"}, None, "Found none of them: text"),
         ({"messages": []}, None, "messages: found an empty list"),
         ({"prompt": "a", "tools": []}, None, "Found tools beside prompt"),
-        ({"prompt": "a"}, {"prompt_logprobs": 1}, "prompt_logprobs: found 1, expected none"),
     ],
 )
 def test_bad_input_is_refused_before_it_is_queued(client: Client, inputs: Any, options: Any, expected: str):

@@ -271,6 +271,7 @@ class GenerateRuntime(PackageRuntime):
             "usage": np.array([usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens], np.int64),
             "logprobs": np.array([_logprobs_text(one.logprobs) for one in choices], object),
             "message": np.array(messages, object),
+            "prompt_logprobs": np.array([_logprobs_text(output.prompt_logprobs)], object),
         }
 
     def _delivered(self, context: ResumableContext, params: SamplingParams) -> Delivered | None:
@@ -376,10 +377,10 @@ def _chunk(output: RequestOutput, has_logprobs: bool) -> dict[str, Array]:
     return chunk
 
 
-def _logprobs_text(logprobs: Sequence[Mapping[int, float]] | None) -> str:
+def _logprobs_text(logprobs: Sequence[Mapping[int, float] | None] | None) -> str:
     if logprobs is None:
         return ""
-    return json.dumps([{str(token): value for token, value in at.items()} for at in logprobs])
+    return json.dumps([None if at is None else {str(token): value for token, value in at.items()} for at in logprobs])
 
 
 def _read_logprobs(chunk: Mapping[str, Any]) -> list[dict[int, float]]:

@@ -26,7 +26,9 @@ def test_package_has_inputs_and_outputs_of_its_own(tmp_path: Path):
     """It streams, and a client reads the same spec from the broker."""
     spec = load_package(written(tmp_path)).spec
     assert [one.name for one in spec.inputs] == ["prompt", "prompt_token_ids", "messages", "tools", "sampling_params"]
-    assert [one.name for one in spec.outputs] == ["text", "token_ids", "finish_reason", "usage", "logprobs", "message"]
+    assert [one.name for one in spec.outputs] == [
+        *("text", "token_ids", "finish_reason", "usage", "logprobs", "message", "prompt_logprobs")
+    ]
     assert spec.streams
     assert ModelSpec.from_json(spec.to_json()) == spec
 

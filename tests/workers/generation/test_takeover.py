@@ -68,6 +68,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "seeded": {},
     "penalties": {"presence_penalty": 0.6, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
     "logprobs": {"logprobs": 3},
+    "prompt logprobs": {"prompt_logprobs": 3},
     "form": {"regex": "([a-z]{3,5} ){9}end", "ignore_eos": False},
     "half characters": {"regex": "[日本語ßé]{14}", "ignore_eos": False},
     "words": {"bad_words": ["a", "river"], "min_tokens": 40, "logit_bias": {"70": 2.0}},
@@ -93,6 +94,9 @@ def test_a_text_goes_on_behind_any_token(kind: str, open_engine: Callable[[], En
         assert before.tokens + rest.tokens == whole.tokens
         assert rest.request.finish_reason == end
         assert [*map(set, rest.request.logprobs)] == [*map(set, whole.request.logprobs)]
+        assert [at and set(at) for at in rest.request.prompt_logprobs] == [
+            at and set(at) for at in whole.request.prompt_logprobs
+        ]
         held += whole.request.stream is not None and len(before.text) < len(_decoded(engine, before.tokens))
     if kind == "half characters":
         assert held > len(whole.chunks) // 2
