@@ -32,7 +32,8 @@ def test_more_streams_than_may_be_open_are_refused(stack: GatewayStack, start_ga
     async def run(http: httpx.AsyncClient, location: str) -> None:
         async with connect(address) as socket:
             async with http.stream("GET", f"{location}/events") as events:
-                assert await anext(events.aiter_lines())
+                lines = events.aiter_lines()  # kept: an iterator that is dropped closes its response
+                assert await anext(lines)
                 refused = await http.get(f"{location}/events")
                 assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
                 assert refused.json()["detail"] == "2 streams are open in this process. Expected a retry after 1 s"
