@@ -38,21 +38,22 @@ _OTHER_FAULTS: Final = (
 )
 """Half of the time of all faults."""
 _UNITS: Final = (
+    "flow",
+    "producers",
+    "workers/generation",
+    "simulation architecture",
     "faults",
     " ".join(f"faults/test_{name}.py" for name in _OTHER_FAULTS),
     "compose/stack compose/commands",
-    "flow",
     "workers/cache workers/process workers/celery_bridge workers/batching workers/observe",
     "compose",
     "registry safety",
     "workers",
     "threats",
     "flow/test_celery.py flow/test_demo.py flow/test_formats.py flow/test_shared_state.py",
-    "producers",
     "workers/levels workers/runtime workers/compilation workers/frameworks",
     "workers/versions",
     "conformance benchmarks",
-    "simulation architecture",
 )
 """The longest first; what is in none of them is the last unit."""
 _NOT_BETWEEN_EDITS: Final = (

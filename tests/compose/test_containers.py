@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
@@ -137,6 +138,9 @@ def test_required_keys_come_with_a_registry(given: str):
     assert f"gateway-files:{folder}" in gateway["volumes"]
 
 
+HOSTS = {"127.0.0.1:8080": 200, "localhost": 200, "nginx": 200, "gateway:8000": 200, "evil.example": 403}
+
+
 def test_keys_can_be_switched_on(redis_server: RedisServer, tmp_path: Path):
     """With GATEWAY_ACCESS=required and nothing else, `penstock keys create` in one replica opens another one."""
     shipped = SERVICES["gateway"]["environment"]
@@ -168,6 +172,22 @@ def test_keys_can_be_switched_on(redis_server: RedisServer, tmp_path: Path):
     finally:
         for gateway in gateways:
             gateway.stop()
+
+
+def test_pages_of_other_names_are_refused_without_keys(redis_server: RedisServer, tmp_path: Path):
+    """nginx hands the Host on: with the shipped names the loopback and the services are let in, evil.example is not."""
+    shipped = SERVICES["gateway"]["environment"]
+    names = [f"PENSTOCK_INFERENCE_SERVER_{name}" for name in ("API_KEYS", "ALLOWED_HOSTS")]
+    environment = {name: _filled(shipped[name]) for name in names}
+    gateway = GatewayProcess(redis_server, tmp_path, "--host", "0.0.0.0", environment=environment)  # noqa: S104 - as shipped
+    gateway.start()
+    try:
+        url = gateway.url.replace("0.0.0.0", "127.0.0.1")  # noqa: S104 - as above
+        with httpx.Client(base_url=url, timeout=60) as http:
+            asked = {host: http.get("/v1/models", headers={"Host": host}).status_code for host in HOSTS}
+    finally:
+        gateway.stop()
+    assert asked == HOSTS
 
 
 def test_secrets_have_no_default_and_are_in_no_file():

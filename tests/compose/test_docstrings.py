@@ -84,6 +84,7 @@ def test_nothing_private_and_no_tests(passages):
     assert not {names[0] for names in parts} & {"test", "idlelib", "lib2to3", "numpy", "pip"}
 
 
+@pytest.mark.slow
 def test_the_same_passages_on_every_run(passages):
     """Another process, with another hash seed, collects the same passages in the same order."""
     assert collected("7").passages == passages
@@ -94,6 +95,7 @@ def test_parsing_imports_no_module_of_the_library(first_run: Collected):
     assert first_run.imported == []
 
 
+@pytest.mark.slow
 def test_documents_are_source_code():
     """Each is one function or class of nothing but the first paragraphs of its docstring; each text is there once."""
     found = documents()

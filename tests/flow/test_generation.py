@@ -263,6 +263,7 @@ def test_texts_end_at_their_deadline(client: Client, stage: Stage, worker: Worke
     wait_until(is_empty, PATIENCE_S, "no page is in use")
 
 
+@pytest.mark.slow
 def test_critical_job_takes_the_seat_of_a_running_low_one(client: Client, stage: Stage, worker: WorkerProcess):
     """ES-015: both seats run low jobs. The critical one ends while they run, and the victim goes on with its text."""
     low = replace(GREEDY, max_tokens=LONG // 2)
@@ -346,6 +347,7 @@ def test_top_shows_the_engine(client: Client, stage: Stage):
         assert engine["predicted_wait_s"] is None or engine["predicted_wait_s"] > 0
 
 
+@pytest.mark.slow
 def test_engine_with_free_seats_gets_the_next_texts(client: Client, stage: Stage, worker: WorkerProcess):
     """ES-064: a full engine claims no more, so the texts that it has no seat for run on the other one."""
 

@@ -232,6 +232,7 @@ def test_cancels_at_random_moments_give_all_pages_back(client: Client, stage: St
     wait_until(is_empty, PATIENCE_S, "no request is left")
 
 
+@pytest.mark.slow
 def test_name_server_that_hangs_costs_no_process(client: Client, worker: PoisonedWorker):
     """The look-up takes longer than a forward may. The job fails for itself, in its first run."""
     before = worker.pid, worker.report()["pid"]
@@ -242,6 +243,7 @@ def test_name_server_that_hangs_costs_no_process(client: Client, worker: Poisone
     assert (worker.pid, worker.report()["pid"]) == before
 
 
+@pytest.mark.slow
 def test_reader_that_stops_delays_nobody(client: Client, stage: Stage):
     """Its job goes on to its end, and it reads the rest later."""
     params = SamplingParams(max_tokens=LONG - 100, temperature=0, ignore_eos=True)
@@ -254,6 +256,7 @@ def test_reader_that_stops_delays_nobody(client: Client, stage: Stage):
     assert text == whole
 
 
+@pytest.mark.slow
 def test_broker_that_restarts_leaves_no_gap(client: Client, stage: Stage):
     """kill -9 of the broker while texts are written: subscribers see each text once, and it is the same."""
     jobs = [client.submit("writer", {"prompt": prompt}, options=GREEDY) for prompt in PROMPTS * 3]

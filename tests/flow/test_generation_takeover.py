@@ -20,6 +20,8 @@ from tests.flow.conftest import read_text
 from tests.servers import RedisServer, WorkerProcess, redis_binaries, require, wait_until
 from tests.workers.generation.packages import write_writer
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 60.0
 LONG = 4000
 NUMBER = 2500
@@ -93,9 +95,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "stop strings" else pytest.mark.slow) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_text_outlives_its_worker(kind: str, stage: Stage):
     """kill -9 of the worker: the next one goes on, whatever chooses and ends the tokens."""
     params = SamplingParams.from_mapping({**SEEDED, **KINDS[kind]})

@@ -17,6 +17,8 @@ from tests.flow.conftest import Samples
 from tests.servers import RedisServer, WorkerProcess, redis_binaries, require, wait_until
 from tests.workers.generation.packages import write_writer
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 90.0
 LONG = 6000
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)

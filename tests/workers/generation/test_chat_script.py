@@ -56,6 +56,7 @@ def test_conversation_goes_on_with_what_was_said(folder: Path):
     assert first != second
 
 
+@pytest.mark.slow
 def test_template_of_the_tokenizer_makes_the_prompt(folder: Path):
     """In place of the plain text."""
     template = folder / "chat_template.jinja"
@@ -68,6 +69,7 @@ def test_template_of_the_tokenizer_makes_the_prompt(folder: Path):
     assert done.stdout == f"Bot:{expected}\n\n"
 
 
+@pytest.mark.slow
 def test_seed_and_temperature_are_those_of_the_options(folder: Path):
     """Equal seeds give equal answers."""
     params = SamplingParams(max_tokens=12, temperature=0.9, seed=5, stop=STOPS)
@@ -77,6 +79,7 @@ def test_seed_and_temperature_are_those_of_the_options(folder: Path):
     assert done.stdout == f"Bot:{expected}\n\n"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_one_line(folder: Path):
     """And no trace."""
     done = talk(folder, "the stream\n", "--max-tokens", "5000")

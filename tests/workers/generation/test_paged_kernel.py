@@ -47,15 +47,15 @@ def errors(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return interpreted("errors", tmp_path_factory.mktemp("triton"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_kernel_computes_what_gathered_pages_do(errors, case):
     """Rows of nine lengths in random pages: the largest difference is rounding."""
     assert errors[case] <= CASES[case].tolerance
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "GPT-OSS" else pytest.mark.slow) for name in TEXTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TEXTS)
 def test_engine_writes_the_same_with_the_kernel(tmp_path, name):
     """Greedy tokens of a whole engine, with windows, caps, sinks and chunks; every decoding row went through it."""
     gathered, by_kernel, calls = interpreted(name, tmp_path)

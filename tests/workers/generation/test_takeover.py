@@ -75,7 +75,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "stop strings", "chat"])
+QUICK = {"seeded", "stop strings", "form"}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in [*KINDS, "stop strings", "chat"]],
+)
 def test_a_text_goes_on_behind_any_token(kind: str, open_engine: Callable[[], Engine]):
     """What was delivered and what comes are the whole text, without gap or repeat, and so are the tokens."""
     engine = open_engine()
