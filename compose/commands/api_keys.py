@@ -1,32 +1,26 @@
-"""`penstock keys create|list|revoke|usage`: the API keys of the gateway's callers. `keys rotate ID` ends here, too.
-
-command -> audit log (begun) -> registry's database -> audit log (done) -> the gateways, within a second
-"""
+"""`penstock keys create|list|revoke|usage`: the API keys of the gateway's callers. `keys rotate ID` ends here, too."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from penstock.compose.api_keys import change_api_key
 from penstock.compose.terminal import as_json_option, connected, load_settings, open_broker, print_drawn, printable
-from penstock.registry.errors import PenstockError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from penstock.registry.api_keys import ApiKey, KeyRole, ShownKey
-    from penstock.registry.catalog.api_keys import SqlApiKeys
-    from penstock.registry.settings import Settings
 
 __all__ = ["create", "list_keys", "revoke", "rotate_api_key", "usage"]
 
 _UNITS_S: Final = {"h": 3600, "d": 86_400, "w": 604_800, "y": 31_536_000}
-T = TypeVar("T")
 _count = click.IntRange(1, 10**12)
 
 
@@ -98,7 +92,7 @@ def create(
             requests_per_month=monthly or 0,
         ),
     )
-    _recorded(settings, "create API key", made.key.id, lambda keys: keys.add(made.key))
+    change_api_key(settings, "create API key", made.key.id, lambda keys: keys.add(made.key))
     _print_secret(made, as_json)
 
 
@@ -132,7 +126,7 @@ def revoke(environ: Mapping[str, str], key_id: str, as_json: bool) -> None:
     penstock keys revoke 3f9a0c2b7d41
     """
     settings, now = load_settings(environ), int(time.time())
-    key = _recorded(settings, "revoke API key", key_id, lambda keys: keys.revoke(key_id, now))
+    key = change_api_key(settings, "revoke API key", key_id, lambda keys: keys.revoke(key_id, now))
     if as_json:
         click.echo(json.dumps(_facts(key, now)))
     else:
@@ -172,25 +166,9 @@ def rotate_api_key(environ: Mapping[str, str], key_id: str, as_json: bool) -> No
     """`penstock keys rotate ID`: prints the new secret."""
     settings = load_settings(environ)
     _print_secret(
-        _recorded(settings, "rotate API key", key_id, lambda keys: keys.replace_secret(key_id, time.time())), as_json
+        change_api_key(settings, "rotate API key", key_id, lambda keys: keys.replace_secret(key_id, time.time())),
+        as_json,
     )
-
-
-def _recorded(settings: Settings, operation: str, key_id: str, change: Callable[[SqlApiKeys], T]) -> T:
-    """One change, with entries of the audit log before and after it."""
-    from penstock.compose.rollout.audit_log import audit_logger
-    from penstock.registry.catalog.api_keys import SqlApiKeys
-    from penstock.safety.keys import key_audit
-
-    audit = key_audit(audit_logger(settings, "keys"))
-    audit(operation, "begun", {"key": key_id})
-    try:
-        done = change(SqlApiKeys(settings.registry_url))
-    except PenstockError:
-        audit(operation, "failed", {"key": key_id})
-        raise
-    audit(operation, "done", {"key": key_id})
-    return done
 
 
 def _print_secret(made: ShownKey, as_json: bool) -> None:

@@ -86,6 +86,9 @@ class Gateway:
         self._rpc = rpc
         self._owns_process = owns_process
         self._parts: _Parts | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.start_error = ""
+        """Why the startup failed; empty while it has not."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         kind = scope["type"]
@@ -106,6 +109,27 @@ class Gateway:
         if parts is not None:
             parts.stop()
             await parts.aclose()
+
+    def stop_soon(self) -> None:
+        """Ends open streams with a hint to come again. For any thread.
+
+        A server says that it stops when the last request has ended. A stream has no end of its own.
+        """
+        if (loop := self._loop) is not None:
+            loop.call_soon_threadsafe(self._stop)
+
+    def read_keys_again(self) -> None:
+        """The next request sees the API keys that were made until now. For any thread."""
+        if (loop := self._loop) is not None:
+            loop.call_soon_threadsafe(self._expire_keys)
+
+    def _stop(self) -> None:
+        if self._parts is not None:
+            self._parts.stop()
+
+    def _expire_keys(self) -> None:
+        if self._parts is not None:
+            self._parts.keys.expire()
 
     def _open(self) -> _Parts:
         """Connects. Raises ConfigurationError. A broker that is away is met by the first request."""
@@ -146,13 +170,15 @@ class Gateway:
             if self._owns_process:
                 garbage.freeze()
         except PenstockError as error:
-            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            self.start_error = str(error)
+            await send({"type": "lifespan.startup.failed", "message": self.start_error})
             return
-        loop = asyncio.get_running_loop()
-        unchain = _chain_signals(lambda: loop.call_soon_threadsafe(parts.stop))
+        self._loop = asyncio.get_running_loop()
+        unchain = _chain_signals(self.stop_soon)
         await send({"type": "lifespan.startup.complete"})
         await receive()
         unchain()
+        self._loop = None
         await self.aclose()
         await send({"type": "lifespan.shutdown.complete"})
 
@@ -169,8 +195,8 @@ class _Parts:
         self.client = GatewayClient.from_env(settings=settings.changed({"cache.producer_lookup": False}))
         limits = RateLimits(inference.safeguards.rate_limit, self.client.spend)
         self.figures = GatewayFigures()
-        keys = KeyCopy(_RegisteredKeys(settings.registry_url).since)
-        self.access = Access(settings, keys, limits, count=self.figures.count_key)
+        self.keys = KeyCopy(_RegisteredKeys(settings.registry_url).since)
+        self.access = Access(settings, self.keys, limits, count=self.figures.count_key)
         self.address_header = server.address_header.encode("ascii")
         self.jobs = Jobs(self.client, server.max_waiting, inference.timeout_seconds)
         self.places = StreamPlaces(server.max_streams)
@@ -328,10 +354,7 @@ async def _end_revoked(error: CallerRevoked, route: Route | None, exchange: Exch
 
 
 def _chain_signals(on_stop: Callable[[], object]) -> Callable[[], None]:
-    """Calls `on_stop` before the server's own handlers; returns what undoes it.
-
-    A server tells its application that it stops when the last request has ended, and a stream has no end of its own.
-    """
+    """Calls `on_stop` before the server's own handlers; returns what undoes it."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
     before: dict[int, Any] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import Final
 
 from penstock.registry.api_keys import ApiKey
@@ -30,9 +31,15 @@ class KeyCopy:
         self._now = now
         self._keys: dict[str, ApiKey] = {}
         self._revision = 0
-        self._as_of = -LONGEST_AGE_S
+        self._as_of = -inf
         """When the last read began that has succeeded."""
+        self._expired_at = -inf
         self._reading: asyncio.Task[None] | None = None
+
+    def expire(self) -> None:
+        """Read the keys again for the next request: one has changed in this process. On the loop."""
+        now = self._now or asyncio.get_running_loop().time
+        self._as_of, self._expired_at = -inf, now()
 
     async def fresh(self) -> Mapping[str, ApiKey]:
         """The keys as they were less than LONGEST_AGE_S ago. Raises RegistryUnavailable."""
@@ -60,7 +67,8 @@ class KeyCopy:
         for key in await asyncio.to_thread(self._read, self._revision):
             self._keys[key.id] = key
             self._revision = key.revision
-        self._as_of = begun
+        if begun >= self._expired_at:
+            self._as_of = begun
 
     def _forget(self, reading: asyncio.Task[None]) -> None:
         self._reading = None

@@ -16,7 +16,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -31,7 +31,7 @@ from penstock.producers.gateway.rpc.binding import RpcBinding, reserved
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.settings_sections import InferenceConfig
 
-__all__ = ["Binding", "TimedProtocol", "TimedWebSocket", "serve"]
+__all__ = ["Binding", "TimedProtocol", "TimedWebSocket", "listening", "serve", "uvicorn_options"]
 
 
 class Binding(NamedTuple):
@@ -207,9 +207,10 @@ def serve(inference: InferenceConfig, binding: Binding, on_listen: Callable[[str
     on_listen: called with the URL, and with the address of gRPC or nothing; both have the port that was chosen for port
     0. Raises ConfigurationError for an address that cannot be used.
     """
-    with _bound(binding) as listener, _reserved(binding) as rpc:
-        on_listen(_url(binding, listener), "" if rpc is None else rpc.address)
-        config = _config(inference, binding, rpc)
+    with listening(binding) as (listener, rpc, url):
+        on_listen(url, "" if rpc is None else rpc.address)
+        # Each process gets the gateway before it is used, and it opens nothing before its startup.
+        config = _Config(Gateway(rpc=rpc, owns_process=True), **uvicorn_options(inference, binding))
         if inference.server.workers == 1:
             uvicorn.Server(config).run([listener])
         else:
@@ -241,32 +242,38 @@ def _reserved(binding: Binding) -> Iterator[RpcBinding | None]:
         yield rpc
 
 
-def _config(inference: InferenceConfig, binding: Binding, rpc: RpcBinding | None) -> uvicorn.Config:
+@contextmanager
+def listening(binding: Binding) -> Iterator[tuple[socket.socket, RpcBinding | None, str]]:
+    """The socket of HTTP, where gRPC will listen, and the URL. Raises ConfigurationError; see serve."""
+    with _bound(binding) as listener, _reserved(binding) as rpc:
+        yield listener, rpc, _url(binding, listener)
+
+
+def uvicorn_options(inference: InferenceConfig, binding: Binding) -> Mapping[str, Any]:
+    """The arguments of uvicorn.Config beside the application."""
     server = inference.server
-    return _Config(
-        # Each process gets it before it is used, and it opens nothing before its startup.
-        Gateway(rpc=rpc, owns_process=True),
-        ssl_certfile=binding.certificate,
-        ssl_keyfile=binding.key,
-        workers=server.workers,
-        http=TimedProtocol,
-        ws=TimedWebSocket,
-        ws_max_size=inference.max_request_size_mb * 1024 * 1024,
-        ws_ping_interval=server.client_timeout_s,
-        ws_ping_timeout=server.client_timeout_s,
+    return {
+        "ssl_certfile": binding.certificate,
+        "ssl_keyfile": binding.key,
+        "workers": server.workers,
+        "http": TimedProtocol,
+        "ws": TimedWebSocket,
+        "ws_max_size": inference.max_request_size_mb * 1024 * 1024,
+        "ws_ping_interval": server.client_timeout_s,
+        "ws_ping_timeout": server.client_timeout_s,
         # Tensors hardly get smaller, and each connection would hold two windows.
-        ws_per_message_deflate=False,
+        "ws_per_message_deflate": False,
         # The addresses of clients are not used.
-        proxy_headers=False,
-        loop="uvloop",
-        lifespan="on",
-        access_log=inference.uvicorn_access_log,
-        log_level="info" if inference.uvicorn_access_log else "warning",
-        server_header=False,
+        "proxy_headers": False,
+        "loop": "uvloop",
+        "lifespan": "on",
+        "access_log": inference.uvicorn_access_log,
+        "log_level": "info" if inference.uvicorn_access_log else "warning",
+        "server_header": False,
         # Both go to timers, which take fractions of a second.
-        timeout_keep_alive=cast(int, server.client_timeout_s),
-        timeout_graceful_shutdown=cast(int, server.stop_grace_s),
-    )
+        "timeout_keep_alive": server.client_timeout_s,
+        "timeout_graceful_shutdown": server.stop_grace_s,
+    }
 
 
 @contextmanager

@@ -145,3 +145,34 @@ def test_keys_that_cannot_be_read_open_nothing():
         assert await registry.copy.fresh() == {}
 
     assert len(ran(scenario).asked) == 3
+
+
+class _Late(Registry):
+    """A registry whose keys came after the second read."""
+
+    def read(self, revision: int) -> list[ApiKey]:
+        """As before; nothing until then."""
+        found = super().read(revision)
+        return found if len(self.asked) > 2 else []
+
+
+def test_an_expired_copy_is_not_used():
+    """A key that this process has made opens at once, also where a read had begun before."""
+
+    async def scenario(registry: Registry) -> None:
+        await registry.copy.fresh()
+        registry.now_s += 0.6
+        registry.gate.clear()
+        assert KEY.id not in await registry.copy.fresh()
+        while len(registry.asked) < 2:
+            await asyncio.sleep(0)
+        registry.now_s += 0.1
+        registry.copy.expire()
+        waiting = asyncio.create_task(registry.copy.fresh())
+        await asyncio.sleep(0)
+        registry.gate.set()
+        assert KEY.id in await waiting
+
+    registry = _Late(keys=[_key(1)])
+    asyncio.run(scenario(registry))
+    assert registry.asked == [0, 0, 0]
