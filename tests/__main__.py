@@ -37,7 +37,14 @@ _OTHER_FAULTS: Final = (
     *("version_skew", "webhooks", "worker_dies", "worker_freezes"),
 )
 """Half of the time of all faults."""
+_TEXT_FLOWS: Final = (
+    *("generate_demo", "generation", "generation_faults", "generation_options", "generation_takeover"),
+    *("text_server", "unequal_engines"),
+)
+_SAFETY_FLOWS: Final = ("canary", "rollback", "rollout", "safety_demo", "shadow")
 _UNITS: Final = (
+    " ".join(f"flow/test_{name}.py" for name in _TEXT_FLOWS),
+    " ".join(f"flow/test_{name}.py" for name in _SAFETY_FLOWS),
     "flow",
     "producers",
     "workers/generation",
