@@ -12,15 +12,11 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from penstock.compose.api_keys import change_api_key
 from penstock.registry.api_keys import KeyRole, new_api_key
 from penstock.registry.settings import Settings
 from penstock.registry.stack_file import with_broker
-
-if TYPE_CHECKING:
-    from penstock.producers.gateway.threaded import ThreadedGateway
 
 __all__ = ["ApiServer"]
 
@@ -51,7 +47,7 @@ class ApiServer:
         if require_api_key is not None:
             changes["server.api_keys"] = "required" if require_api_key else "off"
         self._settings = with_broker(settings or Settings.load()).changed(changes)
-        self._gateway: ThreadedGateway = ThreadedGateway(self._settings, Binding(host, port, grpc_port=grpc_port))
+        self._gateway = ThreadedGateway(self._settings, Binding(host, port, grpc_port=grpc_port))
 
     @property
     def url(self) -> str:

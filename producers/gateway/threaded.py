@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import uvicorn
 
@@ -92,7 +92,9 @@ class _Server(uvicorn.Server):
     def serve_on(self, listener: socket.socket) -> None:
         """Serves until `stop`."""
         try:
-            self.run([listener])
+            # uvicorn ends its process when the startup fails: here, only the thread.
+            with suppress(SystemExit):
+                self.run([listener])
         finally:
             self.has_begun.set()
 

@@ -94,13 +94,16 @@ def test_an_open_stream_ends_with_the_server(stack: GatewayStack, settings: Sett
 
 
 def test_what_cannot_be_is_refused(settings: Settings):
-    """A port in use, a second start, no broker: what is expected, and nothing stays open."""
+    """A port in use, a second start, no data key, no broker: what is expected, and nothing stays open."""
     with ApiServer(port=0, settings=settings) as server:
         port = int(server.url.rpartition(":")[2])
         with pytest.raises(ConfigurationError, match="Expected a free address of this machine"):
             ApiServer(port=port, settings=settings).start()
         with pytest.raises(ConfigurationError, match="Expected one `start` before each `stop`"):
             server.start()
+    keyless = settings.changed({"privacy.seal_payloads": "on"})
+    with pytest.raises(ConfigurationError, match="PENSTOCK_L2_ENCRYPTION_KEY"):
+        ApiServer(port=0, settings=keyless).start()
     bare = Settings.load(environ={"PENSTOCK_HOME": str(settings.home)})
     with pytest.raises(ConfigurationError, match="PENSTOCK_REDIS_URL"):
         ApiServer(port=0, settings=bare)
