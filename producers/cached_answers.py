@@ -66,7 +66,7 @@ class CachedAnswer(NamedTuple):
             version=deployment.version,
             content=entry.content,
             attempt=0,
-            content_hash=entry.content_hash,
+            content_digest=bytes.fromhex(entry.content_hash),
             is_cached=True,
         )
         return JobState(

@@ -224,7 +224,7 @@ class ResultHeader(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Rows of the job's micro-batch."""
     timings: Timings = Timings()
     key: str = ""
-    content_hash: str = ""
+    content_digest: bytes = b""
     """SHA-256 of the content of that version; empty for a job that no model ran."""
     is_cached: bool = False
     """Whether the result comes from the response cache, without a forward."""
@@ -235,6 +235,11 @@ class ResultHeader(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     level: str = ""
     """The level of the fallback chain that answered, where an earlier one had failed or was stopped; see
     safety/fallback.py. Empty: the first one answered."""
+
+    @property
+    def content_hash(self) -> str:
+        """The digest of the content in hexadecimal digits, as people read it."""
+        return self.content_digest.hex()
 
 
 class EventHeader(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

@@ -191,7 +191,7 @@ def result_header(
         batch_size=run.batch.rows if run else 0,
         timings=timings_of(job, run),
         key=key,
-        content_hash=content_hash,
+        content_digest=bytes.fromhex(content_hash),
         is_cached=is_cached,
         experiment=experiment,
         is_sealed=is_sealed,

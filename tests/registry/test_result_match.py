@@ -105,7 +105,7 @@ fields = st.fixed_dictionaries(
         "worker": st.sampled_from(["cpu1@host", "", "\u00a7timings"]),
         "batch_size": st.sampled_from([0, 1, 200]),
         "attempt": st.integers(1, 2),
-        "content_hash": st.sampled_from(["a" * 64, "b" * 64]),
+        "content_digest": st.sampled_from([b"a" * 32, b"b" * 32]),
         "version": st.sampled_from(["2", ""]),
         "context": st.sampled_from([RequestContext("rival"), RequestContext("acme", "trace")]),
         "is_cached": st.booleans(),
@@ -187,7 +187,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_one_header_of_a_kind_is_decoded(keyring: Keyring, opened: list[str]):
     """Ids and times may differ. Batches of two sizes and results of two workers do not disturb each other."""
     policy = ResultPolicy(keyring, ttl_s=86_400)
-    kinds: list[dict[str, Any]] = [{}, {"batch_size": 4}, {"worker": "cpu1@host"}, {"content_hash": "a" * 64}]
+    kinds: list[dict[str, Any]] = [{}, {"batch_size": 4}, {"worker": "cpu1@host"}, {"content_digest": b"a" * 32}]
     for number, job_id in enumerate(IDS[:4] * 5):
         for changes in kinds:
             timings = Timings(number / 3, number / 7, float(number))

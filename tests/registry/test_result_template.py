@@ -34,7 +34,7 @@ HEADERS = st.builds(
     attempt=st.integers(1, 300),
     batch_size=st.integers(0, 70_000),
     timings=st.builds(Timings, queue_ms=TIMES, batch_ms=TIMES, compute_ms=TIMES),
-    content_hash=st.sampled_from(["", "d" * 64]),
+    content_digest=st.sampled_from([b"", b"d" * 32]),
     is_cached=st.booleans(),
 )
 

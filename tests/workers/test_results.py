@@ -52,7 +52,7 @@ def test_a_result_tells_which_model_answered_in_which_batch_and_how_long_it_took
         batch_size=2,
         timings=Timings(250.0, 1000.0, 500.0),
         key="ours",
-        content_hash=Doubler.content_hash,
+        content_digest=bytes.fromhex(Doubler.content_hash),
     )
 
 

@@ -18,9 +18,10 @@ import io
 import logging
 import os
 import resource
+import select
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Final, TextIO, TypeAlias
 
@@ -110,7 +111,7 @@ class StandardStreams:
         A descriptor that stands for another file is left alone: a model may redirect its output. So is one that was
         closed and belongs to a connection by now, until it is free again.
         """
-        if not any(_is_closed_in_python(fd) or not _is_open(fd) for fd in _OUTPUT):
+        if _are_open(_OUTPUT) and not any(map(_is_closed_in_python, _OUTPUT)):
             return
         with self._lock:
             restored = {_NAMES[fd] for fd, copy in self._copies.items() if not _is_open(fd) and _put_back(fd, copy)}
@@ -157,6 +158,14 @@ def _is_open(fd: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def _are_open(fds: Iterable[int]) -> bool:
+    """Whether all of them are open. One system call: it is asked after each batch."""
+    poller = select.poll()
+    for fd in fds:
+        poller.register(fd, 0)
+    return not any(event & select.POLLNVAL for _, event in poller.poll(0))
 
 
 def _is_closed_in_python(fd: int) -> bool:

@@ -46,7 +46,7 @@ class EventStream:
         self._job = job
         self._touch = touch
         self._writer = writer
-        self._outbox = Outbox(job, keyring, max_bytes)
+        self._outbox = Outbox(job, writer.name_run(), keyring, max_bytes)
         self._keyring = keyring
         self._read = read
         self._clock = clock

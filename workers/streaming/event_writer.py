@@ -10,6 +10,8 @@ inside of `together` are one write at its end.
 
 from __future__ import annotations
 
+import itertools
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -62,6 +64,8 @@ class EventWriter:
         self._max_bytes = max_bytes
         self._may_wait = may_wait
         self._clock = clock
+        self._name = secrets.token_hex(6)
+        self._runs = itertools.count(1)
         self._lock = threading.Lock()
         self._due = threading.Condition(self._lock)
         self._done = threading.Condition(self._lock)
@@ -79,6 +83,10 @@ class EventWriter:
         self._wakes_at = -inf
         """When the thread wakes by itself; before any time while it is awake."""
         self._is_stopping = False
+
+    def name_run(self) -> str:
+        """The name of a run of a job. Not the consumer's name: one worker may run a job several times."""
+        return f"{self._name}.{next(self._runs):x}"
 
     def add(self, outbox: Outbox, part: EventPart, touch: Callable[[], None]) -> None:
         """Have an event written. Waits while too much of its job waits, and calls `touch` meanwhile.

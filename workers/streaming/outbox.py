@@ -5,7 +5,6 @@ add --> waiting --> begin: those that travel together --> emission: sealed --> w
 
 from __future__ import annotations
 
-import secrets
 from collections import deque
 from typing import Final
 
@@ -53,10 +52,11 @@ class KeptEvents:
 class Outbox:
     """What waits to be written for one run of a job, and what is being written.
 
-    keyring: signs the envelopes, and seals their bodies. max_bytes: of the events that the broker keeps.
+    run_name: unique for each run of each worker; see EventWriter.name_run. keyring: signs the envelopes, and seals
+    their bodies. max_bytes: of the events that the broker keeps.
     """
 
-    def __init__(self, job: ClaimedJob, keyring: Keyring, max_bytes: int) -> None:
+    def __init__(self, job: ClaimedJob, run_name: str, keyring: Keyring, max_bytes: int) -> None:
         self.job: Final = job
         self.waiting_bytes = 0
         self.error: Exception | None = None
@@ -64,8 +64,7 @@ class Outbox:
         self.resumes = False
         """Whether its first event continues those of an earlier run. Else it voids them."""
         self._keyring = keyring
-        # Not the consumer's name: one worker may run a job several times.
-        self._run = secrets.token_hex(8)
+        self._run = run_name
         self._waiting: deque[EventPart] = deque()
         self._travelling: list[EventPart] = []
         self._emission: Emission | None = None

@@ -28,6 +28,10 @@ _BATCHES_HELD: Final = 2
 """One batch runs and one is ready. A model that sorts by length holds its window as well."""
 _CAP_HOLDS_S: Final = 300.0
 """A memory cap is doubled after this time without a batch that did not fit."""
+_AHEAD_S: Final = 0.02
+"""Forwards that are shorter leave a worker with two small batches idle during each exchange with the broker."""
+_SHORTEST_S: Final = 0.0001
+_MOST_AHEAD: Final = 16
 _UNKNOWN_FORWARD_S: Final = 1.0
 _FADING: Final = 0.75
 _RECENT: Final = 8
@@ -140,9 +144,19 @@ class VersionQueue:
 
     @property
     def free(self) -> int:
-        """Jobs that may still come in."""
-        free = (self.policy.seats or self.capacity) - self.in_memory
-        return free if free > 0 else 0
+        """Jobs that may still come in.
+
+        Of a version with small batches and short forwards, a claim brings the jobs of the next 20 ms: one claim for each
+        small batch would cost more than its forward.
+        """
+        most = self.policy.seats or self.capacity
+        if self.in_memory >= most:
+            return 0
+        if most < _MOST_AHEAD and not self.policy.seats:
+            rows = self.limits.max_rows * self.policy.concurrency
+            ahead = int(_AHEAD_S / max(self.usual_forward_s, _SHORTEST_S)) * rows
+            most = max(most, min(_MOST_AHEAD, ahead))
+        return most - self.in_memory
 
     @property
     def free_for_urgent(self) -> tuple[int, int]:

@@ -77,7 +77,7 @@ def writer_of(broker: Broker, clock: Callable[[], float], may_wait: Callable[[],
 
 def outbox_of(job: ClaimedJob) -> Outbox:
     """The outbox of a run of the job."""
-    return Outbox(job, UNSIGNED, MAX_BYTES)
+    return Outbox(job, "run", UNSIGNED, MAX_BYTES)
 
 
 def chunk(number: int, size: int = 1) -> EventPart:

@@ -9,8 +9,10 @@ from penstock.registry.broker.base import Emission, Position
 from penstock.registry.envelope import Keyring, open_event
 from penstock.registry.event_body import EventPart, decode_parts
 from penstock.registry.tensors import Tensor
+from penstock.workers.streaming.event_stream import EventStream
 from penstock.workers.streaming.outbox import ENVELOPE_BYTES, KeptEvents, Outbox
 from tests.workers.doubles import job_of
+from tests.workers.streaming.jobs import Broker, writer_of
 
 UNSIGNED = Keyring.parse(None)
 MAX_BYTES = 1 << 24
@@ -24,7 +26,7 @@ def chunk(size: int = 1) -> EventPart:
 
 def outbox() -> Outbox:
     """Of a job of its own."""
-    return Outbox(job_of(), UNSIGNED, MAX_BYTES)
+    return Outbox(job_of(), "run", UNSIGNED, MAX_BYTES)
 
 
 def count_of(emission: Emission) -> int:
@@ -100,13 +102,14 @@ def test_a_lost_job_has_nothing_to_write():
 
 def test_runs_have_names_of_their_own():
     """Two runs of one job by one worker are told apart."""
-    job = job_of()
-    names = set()
-    for _ in range(2):
-        box = Outbox(job, UNSIGNED, MAX_BYTES)
+    job, names = job_of(), set()
+    writers = [writer_of(Broker(), lambda: 0.0) for _ in range(2)]
+    for writer in (*writers, *writers):
+        stream = EventStream(job, lambda: None, writer, UNSIGNED, MAX_BYTES)
+        box = stream._outbox
         box.add(chunk())
         names.add(write(box).attempt)
-    assert len(names) == 2
+    assert len(names) == 4
 
 
 class Stream:
