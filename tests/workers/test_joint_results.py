@@ -173,9 +173,7 @@ def found_answers() -> list[EncodedOutputs]:
     """Answers of a cache: of several shapes and contents; some have one description, others an equal one."""
     contents = [encode({"y": np.arange(rows, dtype=np.float32).reshape(rows, 1)}) for rows in (1, 1, 2)]
     contents += [encode({"y": np.ones((1, 3), np.int64), "z": np.zeros((1,), bool)}), encode({})]
-    described = [
-        EncodedOutputs(content, body, content_hash, 0) for content, body in contents for content_hash in ("a" * 64, "b" * 64)
-    ]
+    described = [EncodedOutputs(content, body, digit * 64, 0) for content, body in contents for digit in "ab"]
     first = described[0]
     return [*described, *(structs.replace(first, body=np.float32(number).tobytes()) for number in range(4))]
 

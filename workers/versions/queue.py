@@ -29,9 +29,9 @@ _BATCHES_HELD: Final = 2
 _CAP_HOLDS_S: Final = 300.0
 """A memory cap is doubled after this time without a batch that did not fit."""
 _AHEAD_S: Final = 0.02
-"""Forwards that are shorter leave a worker with two small batches idle during each exchange with the broker."""
-_SHORTEST_S: Final = 0.0001
 _MOST_AHEAD: Final = 16
+"""Jobs that a version with small batches and short forwards may have here, and for how long they keep it busy."""
+_SHORTEST_S: Final = 0.0001
 _UNKNOWN_FORWARD_S: Final = 1.0
 _FADING: Final = 0.75
 _RECENT: Final = 8
@@ -146,8 +146,8 @@ class VersionQueue:
     def free(self) -> int:
         """Jobs that may still come in.
 
-        Of a version with small batches and short forwards, a claim brings the jobs of the next 20 ms: one claim for each
-        small batch would cost more than its forward.
+        Of a version with small batches and short forwards, a claim brings the jobs of the next 20 ms: one claim for
+        each small batch would cost more than its forward.
         """
         most = self.policy.seats or self.capacity
         if self.in_memory >= most:

@@ -21,7 +21,7 @@ from tests.workers.doubles import job_of, ready_version
 def test_a_version_of_short_forwards_takes_the_jobs_of_the_next_20_ms(
     max_rows: int, forward_s: float | None, free: list[int]
 ):
-    """It asks again when no more than one batch waits behind the one that runs. Large batches are enough as they are."""
+    """It asks again when fewer jobs are here than two batches have. Two large batches are enough as they are."""
     queue = ready_version(max_rows).queue
     for _ in range(8 if forward_s else 0):
         queue.note_forward(forward_s or 0.0)
