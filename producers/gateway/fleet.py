@@ -124,6 +124,17 @@ class GatewayClient(AsyncClient):
             found.check_model(model)
         return await self._spec_of_any(model, None if version == LATEST else version)
 
+    def spec_at_hand(self, model: str, version: str | None = None) -> ModelSpec | None:
+        """As `spec_of`, without a task's turn; None: ask `spec_of`. Raises NotPermitted.
+
+        For a caller who has awaited this client in its loop: a batch asks for each of its lines.
+        """
+        if version is not None and version != LATEST:
+            return None
+        if (found := caller()) is not None:
+            found.check_model(model)
+        return self._specs.fresh(model)
+
     async def _spec_of_any(self, model: str, version: str | None = None) -> ModelSpec:
         self._enter_loop()
         return (None if version else self._specs.fresh(model)) or await self._spec(model, version)

@@ -138,7 +138,8 @@ class PredictRoutes:
         if fields.priority != "normal" or fields.timeout_ms is not None:
             raise InvalidInput("Found priority or timeout_ms. Expected none: a batch runs at low priority")
         version = words.get("version", fields.version)
-        spec = await self._client.spec_of(words["name"], version)
+        name = words["name"]
+        spec = self._client.spec_at_hand(name, version) or await self._client.spec_of(name, version)
 
         def write(outputs: Mapping[str, Array], answered: str, _job_id: str) -> bytes:
             facts = {"model": spec.name, "version": answered}

@@ -149,7 +149,8 @@ def read_inputs(spec: ModelSpec, document: Document) -> dict[str, object]:
     if not isinstance(inputs, Mapping):
         raise InvalidInput(f"Bad inputs. Expected an object with: {', '.join(tensor.name for tensor in spec.inputs)}")
     declared = {tensor.name: tensor for tensor in spec.inputs}
-    tail, found = document.tail, dict[str, object]()
+    tail = document.tail
+    found: dict[str, object] = {}
     for name, value in inputs.items():
         if isinstance(value, msgspec.Raw):
             found[name] = _from_json(name, value, declared.get(name))
