@@ -75,10 +75,18 @@ class GenerationRequest:
     _history: TokenHistory = field(default_factory=TokenHistory)
     _text: str = ""
     _delivered: int = 0
+    _prompt_token_ids: tuple[int, ...] = ()
 
     @property
     def request_id(self) -> str:
         return self.sequence.request_id
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """Copied once: each output has them, and a prompt may be long."""
+        if not self._prompt_token_ids:
+            self._prompt_token_ids = tuple(self.sequence.tokens[: self.sequence.num_prompt])
+        return self._prompt_token_ids
 
     @property
     def first(self) -> GenerationRequest:

@@ -81,7 +81,7 @@ def output(first: GenerationRequest) -> RequestOutput:
     return RequestOutput(
         own.request_id,
         first.prompt,
-        tuple(own.tokens[: own.num_prompt]),
+        first.prompt_token_ids,
         tuple(completions),
         is_last,
         Usage(own.num_prompt, sum(each.num_generated for each in texts), own.num_cached),

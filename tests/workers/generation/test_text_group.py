@@ -93,3 +93,15 @@ def test_an_abort_ends_all_texts(steps):
     assert {each.finish_reason for each in output.outputs} == {"abort"}
     assert engine.stats().pages_used == 0
     assert not engine.has_unfinished_requests
+
+
+def test_the_outputs_of_a_request_share_the_tokens_of_its_prompt():
+    """A long prompt is not copied at each step."""
+    engine = open_engine(decoder("Llama"), kv_cache_mb=2)
+    engine.add_request("a", PROMPT, options(n=2, max_tokens=4))
+    found = []
+    while engine.has_unfinished_requests:
+        found += engine.step()
+    assert len(found) > 2
+    assert found[0].prompt_token_ids == tuple(PROMPT)
+    assert all(each.prompt_token_ids is found[0].prompt_token_ids for each in found)
