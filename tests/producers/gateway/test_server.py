@@ -13,10 +13,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from penstock import Client
 from penstock.registry.settings_sections import ServerConfig
 from tests.gateway_process import GatewayProcess
 from tests.producers.gateway.conftest import GatewayStack, StartGateway
+from tests.producers.gateway.naps import naps_before
 from tests.servers import free_port, wait_until
 
 ROW = [1.0, 2.0, 3.0, 4.5]
@@ -90,8 +90,7 @@ def test_more_requests_than_may_wait_are_503(start_gateway: StartGateway):
 def test_requests_beyond_the_grace_are_cut_off(stack: GatewayStack, start_gateway: StartGateway):
     """server.stop_grace_s: a gateway ends, and cancels the job of a request that nobody can answer any more."""
     gateway = start_gateway(PENSTOCK_INFERENCE_SERVER_STOP_GRACE_S="0.2")
-    with Client(stack.server.url) as client:
-        running = client.submit_many("napper", [{"x": [[n, 6, 6, 6]]} for n in range(8)])
+    with naps_before(stack) as client:
         url = httpx.URL(gateway.url)
         with connect(gateway) as waiting:
             body = json.dumps({"inputs": {"x": [[9, 6, 6, 6]]}}).encode()
@@ -103,8 +102,6 @@ def test_requests_beyond_the_grace_are_cut_off(stack: GatewayStack, start_gatewa
             gateway.terminate()
             gateway.wait(30)
         assert client.job(job_id).status() == "cancelled"
-        for each in running:
-            each.result(60)
 
 
 def test_two_processes_share_port_and_figures(start_gateway: StartGateway):

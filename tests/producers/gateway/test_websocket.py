@@ -18,6 +18,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from penstock import Client
 from tests.gateway_process import GatewayProcess
 from tests.producers.gateway.conftest import GatewayStack, StartGateway
+from tests.producers.gateway.naps import naps_before
 from tests.servers import wait_until
 
 ROW = [1.0, 2.0, 3.0, 4.5]
@@ -303,7 +304,7 @@ def test_a_gateway_that_stops_tells_its_clients(stack: GatewayStack, start_gatew
 
     async def run(socket: ClientConnection) -> tuple[list[Any], tuple[Any, ...]]:
         for number in range(3):
-            await socket.send(json.dumps(napped(number, 6)))
+            await socket.send(json.dumps({**napped(number, 6), "priority": "critical"}))
         await socket.send(json.dumps({**napped(9, 6), "stream": True}))
         found: list[Any] = []
         while not any(each["id"] == 9 for each in found):
@@ -312,7 +313,8 @@ def test_a_gateway_that_stops_tells_its_clients(stack: GatewayStack, start_gatew
         more, *end = await rest(socket)
         return [*found, *more], tuple(end)
 
-    found, end = talk(gateway, run)
+    with naps_before(stack):
+        found, end = talk(gateway, run)
     assert end == (1012, "The gateway stops. Expected a new connection in 1 s")
     assert sorted(each["id"] for each in found if each["type"] == "completed") == [0, 1, 2]
     seen = [each for each in found if each["id"] == 9]
