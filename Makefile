@@ -9,7 +9,7 @@ override ASK := $(value ASK)
 export ASK
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-generate demo-safety check test test-quick test-all lint bench bench-gpu chaos soak test-celery56 docs docs-serve clean
+.PHONY: help demo demo-generate demo-safety check test test-quick test-all lint bench bench-gpu chaos fuzz soak test-celery56 docs docs-serve clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,12 @@ CHAOS_TABLE ?=
 chaos: $(VENV)/.dev ## break everything, often, and print a table of what was lost; takes about 80 minutes
 	$(BIN)/python -m tests.simulation --minutes $(SIMULATED_MINUTES)
 	$(BIN)/python -m tests.faults --rounds $(FAULT_ROUNDS) $(if $(CHAOS_TABLE),--output $(CHAOS_TABLE))
+
+# The broken requests over HTTP; a fifth as many calls of gRPC.
+FUZZED_REQUESTS ?= 100000
+
+fuzz: $(VENV)/.dev ## send 100,000 broken requests to a gateway; takes about a quarter of an hour
+	FUZZED_REQUESTS=$(FUZZED_REQUESTS) $(BIN)/python -m pytest -m slow --timeout=7200 tests/producers/gateway/test_fuzz.py
 
 # The jobs and kills of a soak run, its limit in minutes, and a folder for its tables, if any.
 SOAK_JOBS ?= 1000000
