@@ -120,24 +120,16 @@ class GatewayClient(AsyncClient):
 
         Raises UnknownModel, and NotPermitted.
         """
-        if (found := caller()) is not None:
-            found.check_model(model)
-        return await self._spec_of_any(model, None if version == LATEST else version)
+        return self.spec_at_hand(model, version) or await self._spec(model, None if version == LATEST else version)
 
     def spec_at_hand(self, model: str, version: str | None = None) -> ModelSpec | None:
-        """As `spec_of`, without a task's turn; None: ask `spec_of`. Raises NotPermitted.
+        """As `spec_of`, without a coroutine: a batch asks for each of its lines. None: it has to be read.
 
-        For a caller who has awaited this client in its loop: a batch asks for each of its lines.
+        Raises NotPermitted.
         """
-        if version is not None and version != LATEST:
-            return None
         if (found := caller()) is not None:
             found.check_model(model)
-        return self._specs.fresh(model)
-
-    async def _spec_of_any(self, model: str, version: str | None = None) -> ModelSpec:
-        self._enter_loop()
-        return (None if version else self._specs.fresh(model)) or await self._spec(model, version)
+        return None if version and version != LATEST else self._specs.fresh(model)
 
     async def submit_one(self, model: str, inputs: Inputs, options: SubmitOptions, key: str | None) -> AsyncJobHandle:
         """Publishes one job, as `submit` does. key: its idempotency key."""
@@ -256,7 +248,7 @@ class GatewayClient(AsyncClient):
 
     async def _served(self, name: str, reports: list[Mapping[str, Any]]) -> ServedModel | None:
         try:
-            return _described(await self._spec_of_any(name), reports)
+            return _described(self._specs.fresh(name) or await self._spec(name, None), reports)
         except UnknownModel:
             # A name that outlived its spec.
             return None
