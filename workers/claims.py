@@ -152,6 +152,8 @@ class Claimer:
         """Whether the blocking claim has brought jobs, and nothing was claimed since."""
         self._armed_count = 0
         self._armed_until = 0.0
+        self._armed_bands: dict[str, int] = {}
+        """The models without a seat or pages, of which it claims so many of the most urgent priorities."""
 
     # While there is work
 
@@ -210,7 +212,8 @@ class Claimer:
     def arm(self) -> None:
         """Leave a blocking claim for all queues with the broker, once all were seen empty.
 
-        While one of them has more jobs than this worker can take, every commit carries the next claims of all.
+        While one of them has more jobs than this worker can take, every commit carries the next claims of all. Of an
+        engine without a seat or pages, the blocking claim takes jobs that are more urgent than one that is here.
         """
         if self.is_armed or not self._is_quiet:
             return
@@ -224,10 +227,14 @@ class Claimer:
         # It bounds the bytes, too, by the largest job of late, or of all before the first one came. The first call that
         # publishes ends a blocking claim, but the jobs may come between the last claim and this one.
         share = min(room, nbytes // (self._largest or MAX_JOB_BYTES)) // (len(slots) * len(Priority))
-        count = max(1, min([share, *(self._models[slot].free for slot in slots)]))
+        bands = {slot: self._models[slot].free_for_urgent for slot in slots if self._models[slot].free <= 0}
+        count = max(1, min([share, *(bands[slot][0] if slot in bands else self._models[slot].free for slot in slots)]))
         self._checkpoint("before-claim")
         self._armed_count = count
-        self._broker.arm(self._consumer, slots, count, _BLOCK_MS)
+        self._armed_bands = {slot: urgent for slot, (_, urgent) in bands.items()}
+        # What comes for them meanwhile is not seen.
+        self._empty.difference_update(bands)
+        self._broker.arm(self._consumer, slots, count, _BLOCK_MS, self._armed_bands)
         self.is_armed = True
         self._armed_until = self._clock() + _BLOCK_MS / 1000 + _ANSWER_S
 
@@ -243,8 +250,20 @@ class Claimer:
         deliveries = self._broker.collect() if self._clock() < self._armed_until else self._broker.disarm()
         self.is_armed = False
         self.has_just_waited = bool(deliveries)
-        self._note_found([Claim(name, self._armed_count, 0, 0) for name in self._models], deliveries)
+        bands, every = self._armed_bands, len(Priority)
+        self._note_found(
+            [Claim(name, self._armed_count, 0, 0, bands=bands.get(name, every)) for name in self._models], deliveries
+        )
         return deliveries
+
+    def widen(self) -> list[Delivery]:
+        """Withdraw a blocking claim of urgent jobs once other jobs are to be claimed; returns what it had claimed."""
+        if self.is_armed:
+            for name, bands in self._armed_bands.items():
+                model = self._models[name]
+                if model.free > 0 or model.free_for_urgent[1] != bands:
+                    return self.disarm()
+        return []
 
     def disarm(self) -> list[Delivery]:
         """Withdraw the blocking claim; returns what it had claimed."""
@@ -262,6 +281,11 @@ class Claimer:
     def next_wakeup(self) -> float:
         """When the blocking claim is overdue, in monotonic seconds."""
         return self._armed_until
+
+    @property
+    def awaits_pages(self) -> bool:
+        """Whether the blocking claim leaves out jobs that an engine may soon have pages for."""
+        return any(self._models[name].awaits_pages for name in self._armed_bands)
 
     # What was found
 
@@ -286,10 +310,11 @@ class Claimer:
 
     @property
     def _is_quiet(self) -> bool:
-        """Whether every queue was seen empty, with room for more: time to wait instead of asking."""
+        """Whether every queue was seen empty, with room for more, or has room for urgent jobs only: time to wait
+        instead of asking."""
         # Called twice in every turn. A generator would take twice as long.
         for name, model in self._models.items():
-            if model.is_claimable and not (name in self._empty and model.free > 0):
+            if model.is_claimable and not (name in self._empty and model.free > 0) and not _awaits_urgent(model):
                 return False
         return True
 
@@ -311,3 +336,8 @@ class Claimer:
                 self._empty.add(claim.slot)
             else:
                 self._empty.discard(claim.slot)
+
+
+def _awaits_urgent(model: ServedModel) -> bool:
+    """Whether its engine has no seat or no pages left, and may take a job that is more urgent than one that is here."""
+    return model.free_for_urgent[0] > 0 and model.free <= 0

@@ -240,6 +240,7 @@ class Drain:
         self._refuse_overdue()
         self._give_back_paused()
         self._dispatch()  # the device comes first
+        self._admit(parts.claimer.widen())
         if self._exchange(self._claims()) or self._backlog.has_unplaced:
             self._place_unplaced()
             self._dispatch()
@@ -662,6 +663,8 @@ def _sleep_s(parts: DrainParts, now: float) -> float:
         until = min(until, _SHORTEST_PAUSE_S if is_running else 0.0)
     elif parts.claimer.is_armed:
         until = min(until, parts.claimer.next_wakeup() - now)
+        if parts.claimer.awaits_pages:
+            until = min(until, _LOOK_AGAIN_S)
     elif not (is_running or is_loading or parts.scheduler.unhealthy_reason) and _claims_at_once(parts):
         until = min(until, _IDLE_S)
     elif parts.claimer.has_room and not parts.scheduler.unhealthy_reason:

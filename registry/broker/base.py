@@ -24,13 +24,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from types import MappingProxyType
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
 from penstock.registry.queues import Priority
 
 __all__ = [
+    "ALL_BANDS",
     "Announced",
     "Backlog",
     "Broker",
@@ -181,6 +183,10 @@ class Position(NamedTuple):
 
     seq: int = 0
     size: int = 0
+
+
+ALL_BANDS: Final[Mapping[str, int]] = MappingProxyType({})
+"""The bands of a blocking claim that names none: those of all priorities."""
 
 
 class Claim(NamedTuple):
@@ -455,8 +461,13 @@ class WorkerEnd(Protocol):
         meanwhile: called once the calls are on their way, where they could be sent.
         """
 
-    def arm(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
-        """Begin a blocking claim of up to `count` jobs per queue. `fileno` becomes readable when some arrive."""
+    def arm(
+        self, consumer: str, slots: Sequence[str], count: int, block_ms: int, bands: Mapping[str, int] = ALL_BANDS
+    ) -> None:
+        """Begin a blocking claim of up to `count` jobs per queue. `fileno` becomes readable when some arrive.
+
+        bands: how many of the most urgent priorities are claimed of a slot, if not all.
+        """
 
     def fileno(self) -> int:
         """A descriptor that is readable when the armed claim has an answer."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec import structs
 
 from penstock.registry.broker.base import (
+    ALL_BANDS,
     Announced,
     CancelOutcome,
     Claim,
@@ -250,12 +251,13 @@ class MemoryBroker(MemoryOperatorEnd):
         for (slot, reply), jobs in finished.items():
             self._state.tell(slot, reply, jobs)
 
-    def arm(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
+    def arm(
+        self, consumer: str, slots: Sequence[str], count: int, block_ms: int, bands: Mapping[str, int] = ALL_BANDS
+    ) -> None:
         """See WorkerEnd.arm."""
         with self._lock:
-            self._armed = ArmedClaim(
-                consumer, tuple(slots), count, self._state.now_ms() + (block_ms or math.inf), self._wake
-            )
+            until_ms = self._state.now_ms() + (block_ms or math.inf)
+            self._armed = ArmedClaim(consumer, tuple(slots), count, dict(bands), until_ms, self._wake)
             self._state.armed.append(self._armed)
             for slot in slots:
                 self._state.serve_armed(slot)

@@ -57,6 +57,7 @@ class ArmedClaim:
     consumer: str
     slots: tuple[str, ...]
     count: int
+    bands: Mapping[str, int]
     until_ms: float
     wake: Callable[[], None]
     claimed: list[Delivery] = field(default_factory=list)
@@ -263,7 +264,7 @@ class MemoryState(MemoryStreams):
         for armed in [claim for claim in self.armed if slot in claim.slots and now_ms < claim.until_ms]:
             armed.claimed += [
                 delivery
-                for priority in BANDS
+                for priority in BANDS[: armed.bands.get(slot)]
                 for delivery in self.hand_out(armed.consumer, slot, priority, armed.count)
             ]
             if armed.claimed:

@@ -260,9 +260,9 @@ def _unusual(slot: str, priority: Priority, entry_id: bytes, fields: Sequence[by
     return Delivery(slot, priority, entry_id, b"".join(fields), active=active)
 
 
-def armed(consumer: str, slots: Sequence[str], count: int, block_ms: int) -> Call:
-    """The blocking claim of an idle worker: XREADGROUP with BLOCK."""
-    keys = [key for slot in slots for key in stream_keys(slot)]
+def armed(consumer: str, slots: Sequence[str], count: int, block_ms: int, bands: Mapping[str, int]) -> Call:
+    """The blocking claim of a worker that waits: XREADGROUP with BLOCK."""
+    keys = [key for slot in slots for key in stream_keys(slot)[: bands.get(slot)]]
     fixed = ["XREADGROUP", "GROUP", GROUP, consumer, "COUNT", count, "BLOCK", block_ms, "STREAMS"]
     return [*fixed, *keys, *[">"] * len(keys)]
 

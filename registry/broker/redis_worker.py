@@ -18,6 +18,7 @@ from redis.exceptions import NoScriptError, ResponseError
 from penstock.registry.broker import foreign_keys, meters
 from penstock.registry.broker import redis_scripts as scripts
 from penstock.registry.broker.base import (
+    ALL_BANDS,
     Claim,
     Commit,
     CommitStatus,
@@ -158,7 +159,9 @@ class RedisWorker(RedisSpecs):
             # The jobs are committed and in the usage. A minute of a limit is not worth another try of the commit.
             logger.warning("tokens were not charged: %s", error)
 
-    def arm(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
+    def arm(
+        self, consumer: str, slots: Sequence[str], count: int, block_ms: int, bands: Mapping[str, int] = ALL_BANDS
+    ) -> None:
         """See WorkerEnd.arm."""
         # A blocking read does not see pauses, so it must not name the queues of a paused slot.
         active = [slot for slot in slots if slot not in self._paused]
@@ -169,7 +172,7 @@ class RedisWorker(RedisSpecs):
         try:
             with self._translated():
                 if active:
-                    armed.send(consumer, active, count, block_ms)
+                    armed.send(consumer, active, count, block_ms, bands)
         except BrokerUnavailable:
             self.drop_armed()
             raise
@@ -400,11 +403,11 @@ class _ArmedClaim(DirectConnection):
     def fileno(self) -> int:
         return self._connection._sock.fileno() if self._connection._sock else -1
 
-    def send(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
+    def send(self, consumer: str, slots: Sequence[str], count: int, block_ms: int, bands: Mapping[str, int]) -> None:
         self.slots = tuple(slots)
         self.is_outstanding = True
         # Redis runs the second command when the blocking one has ended: it reads the versions at that moment.
-        commands = (scripts.armed(consumer, slots, count, block_ms), scripts.actives(slots))
+        commands = (scripts.armed(consumer, slots, count, block_ms, bands), scripts.actives(slots))
         self._connection.send_packed_command(list(packed_together(commands)), check_health=False)
 
     def receive(self) -> list[Delivery]:

@@ -168,6 +168,24 @@ def test_armed_claim_is_answered_at_once_when_jobs_wait(broker: Broker, worker: 
     assert not is_readable(worker, 0.02)
 
 
+def test_armed_claim_of_urgent_jobs_leaves_the_others(broker: Broker, worker: Broker, slot: str):
+    """Jobs of other priorities do not end it. A slot that names no bands is claimed as a whole."""
+    other = slot + "-b"
+    worker.prepare([slot, other])
+    (normal,) = publish(broker, slot)
+    worker.arm("w", [slot, other], 8, 5000, {slot: int(Priority.NORMAL)})
+    publish(broker, slot, priority=Priority.LOW)
+    assert not is_readable(worker, 0.02)
+    (urgent,) = publish(broker, slot, priority=Priority.HIGH)
+    assert is_readable(worker)
+    assert ids(worker.collect()) == [urgent]
+    worker.arm("w", [slot, other], 8, 5000, {slot: int(Priority.NORMAL)})
+    (low,) = publish(broker, other, priority=Priority.LOW)
+    assert is_readable(worker)
+    assert ids(worker.collect()) == [low]
+    assert ids(claim(broker, "w2", slot))[0] == normal
+
+
 def test_armed_claim_whose_time_ran_out_is_empty(brokerage: Brokerage, broker: Broker, worker: Broker, slot: str):
     """When the time of a blocking claim is over, its answer is empty, and later jobs wait."""
     worker.prepare([slot])

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Final, ParamSpec, Protocol, TypeVar
 
 from penstock.registry.broker.base import (
+    ALL_BANDS,
     CancelOutcome,
     Claim,
     Commit,
@@ -374,11 +375,13 @@ class UnreliableEnd(MemoryBroker):
             if is_early and not self.schedule.injected["jump"]:
                 self.schedule.violate(f"expired before its deadline: {commit.job_id[-4:]}")
 
-    def arm(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
+    def arm(
+        self, consumer: str, slots: Sequence[str], count: int, block_ms: int, bands: Mapping[str, int] = ALL_BANDS
+    ) -> None:
         """See WorkerEnd.arm."""
         if self._caller.is_winding_up():
             self.schedule.violate(f"claimed after its stop: {self._caller.label}")
-        self._call("arm", super().arm, consumer, slots, count, block_ms)
+        self._call("arm", super().arm, consumer, slots, count, block_ms, bands)
 
     def collect(self) -> list[Delivery]:
         """See WorkerEnd.collect."""

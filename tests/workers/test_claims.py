@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import select
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from penstock.registry.broker.base import Commit, Delivery, Limits, Publication, State
+from penstock.registry.broker.base import ALL_BANDS, Commit, Delivery, Limits, Publication, State
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.envelope import MAX_JOB_BYTES
 from penstock.registry.queues import Priority, new_job_id
 from penstock.workers.claims import AgeingReserve, Claimer, WakeUp
 from penstock.workers.leases import AGEING_SHARE, LeasedJobs
+from penstock.workers.versions.queue import VersionQueue
 from penstock.workers.versions.version import ServedModel, VersionState
 from tests.workers.doubles import job_of, ready_version
 
@@ -26,15 +28,19 @@ CAPACITY = 4
 
 
 class Noting(MemoryBroker):
-    """A broker that notes each blocking claim: its slots and its count."""
+    """A broker that notes each blocking claim: its slots and its count, and the bands of those claimed in part."""
 
     def __init__(self) -> None:
         super().__init__(lambda: 1000.0)
         self.armed: list[tuple[list[str], int]] = []
+        self.bands: list[dict[str, int]] = []
 
-    def arm(self, consumer: str, slots: Sequence[str], count: int, block_ms: int) -> None:
+    def arm(
+        self, consumer: str, slots: Sequence[str], count: int, block_ms: int, bands: Mapping[str, int] = ALL_BANDS
+    ) -> None:
         self.armed.append((list(slots), count))
-        super().arm(consumer, slots, count, block_ms)
+        self.bands.append(dict(bands))
+        super().arm(consumer, slots, count, block_ms, bands)
 
 
 class Harness:
@@ -60,8 +66,10 @@ class Harness:
             clock=lambda: self.now,
         )
 
-    def publish(self, model: str, count: int, *, sealed: bytes = b"a job") -> None:
-        jobs = [Publication(new_job_id(model), Priority.NORMAL, sealed, "acme") for _ in range(count)]
+    def publish(
+        self, model: str, count: int, *, sealed: bytes = b"a job", priority: Priority = Priority.NORMAL
+    ) -> None:
+        jobs = [Publication(new_job_id(model), priority, sealed, "acme") for _ in range(count)]
         self.broker.publish(model, jobs, ROOMY)
 
     def hold(self, model: str, nbytes: int) -> None:
@@ -84,14 +92,28 @@ class Harness:
     def is_armed(self) -> bool:
         return self.claimer.is_armed
 
-    def take(self, model: str, count: int) -> None:
+    def take(self, model: str, count: int, priority: Priority = Priority.NORMAL) -> None:
         """So many jobs of the model are in memory."""
-        active = self.models[model].active
-        assert active is not None
-        jobs = [job_of(model=model) for _ in range(count)]
+        jobs = [job_of(model=model, priority=priority) for _ in range(count)]
         self.leased.take(jobs)
         for job in jobs:
-            active.queue.reserve(job)
+            self._queue(model).reserve(job)
+
+    def end(self, model: str, count: int) -> None:
+        """So many of them are no longer."""
+        jobs = [job for job in self.leased._held.values() if job.header.model == model][:count]
+        self.leased.drop(jobs)
+        self._queue(model).release_all(jobs)
+
+    def seat(self, model: str, seats: int) -> None:
+        """The model has an engine, with so many seats and room for as many urgent jobs."""
+        queue = self._queue(model)
+        queue.follow(replace(queue.policy, seats=seats, concurrency=2 * seats))
+
+    def _queue(self, model: str) -> VersionQueue:
+        active = self.models[model].active
+        assert active is not None
+        return active.queue
 
 
 @given(st.lists(st.integers(min_value=1, max_value=200), min_size=1, max_size=40))
@@ -303,6 +325,59 @@ def test_a_blocking_claim_is_bounded_by_the_largest_job_so_far():
         assert harness.claim() == []
         harness.claimer.arm()
         assert [armed for _, armed in harness.broker.armed] == [count], size
+
+
+def test_an_engine_without_a_free_seat_waits_for_urgent_jobs():
+    """The blocking claim names the priorities above those that are here: one of them ends the wait, others do not."""
+    harness = Harness("text", "other")
+    harness.seat("text", 2)
+    harness.take("text", 2)
+    assert harness.claim() == []
+    harness.claimer.arm()
+    assert (harness.broker.armed, harness.broker.bands) == ([(["text", "other"], 2)], [{"text": int(Priority.NORMAL)}])
+    harness.publish("text", 3)
+    assert harness.claimer.wait(0.0) == []
+    assert (harness.wanted(), harness.claimer.widen()) == ({}, [])
+    harness.publish("text", 1, priority=Priority.HIGH)
+    assert [delivery.priority for delivery in harness.claimer.wait(60)] == [Priority.HIGH]
+    assert not harness.is_armed()
+
+
+def test_a_claim_of_urgent_jobs_is_withdrawn_for_a_free_seat():
+    """What came for the other priorities meanwhile is claimed then, in one exchange."""
+    harness = Harness("text")
+    harness.seat("text", 2)
+    assert harness.claim() == []
+    harness.take("text", 2)
+    harness.claimer.arm()
+    harness.publish("text", 3)
+    harness.end("text", 1)
+    assert (harness.claimer.widen(), harness.is_armed()) == ([], False)
+    assert harness.wanted() == {"text": 1}
+    assert len(harness.claim()) == 1
+
+
+def test_a_claim_of_urgent_jobs_follows_what_is_here():
+    """It is left anew when less urgent jobs are here; what it had claimed by then is not lost. None can pass a critical
+    one, nor come in where the room for urgent jobs is taken."""
+    harness = Harness("text")
+    harness.seat("text", 2)
+    harness.take("text", 2, Priority.HIGH)
+    harness.claimer.arm()
+    harness.take("text", 1, Priority.LOW)
+    harness.publish("text", 1, priority=Priority.CRITICAL)
+    assert len(harness.claimer.widen()) == 1
+    harness.claimer.arm()
+    assert harness.broker.bands == [{"text": int(Priority.HIGH)}, {"text": int(Priority.LOW)}]
+    harness.take("text", 1)
+    assert (harness.claimer.widen(), harness.is_armed()) == ([], False)
+    harness.claimer.arm()
+    assert not harness.is_armed()
+    critical = Harness("text")
+    critical.seat("text", 2)
+    critical.take("text", 2, Priority.CRITICAL)
+    critical.claimer.arm()
+    assert not critical.is_armed()
 
 
 def test_a_wake_up_that_a_model_closed_wakes_nothing_else():

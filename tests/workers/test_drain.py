@@ -7,6 +7,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -410,6 +411,25 @@ def test_an_idle_worker_sleeps_until_its_blocking_claim_ends(harness: SteppedHar
     assert worker.drain.sleep_s() > 1.0
     worker.drain.parts.leased.take([job_of()])
     assert worker.drain.sleep_s() == 0.25
+
+
+def test_an_engine_without_a_free_seat_does_not_look_for_urgent_jobs(harness: SteppedHarness, models_root: Path):
+    """They end its sleep. Once a seat is free, the next turn claims the other jobs; no time passes here."""
+    write_double(models_root)
+    worker = harness.start_worker()
+    (version,) = worker.drain.lifecycle.turns
+    version.queue.follow(replace(version.queue.policy, seats=2, concurrency=4))
+    leased = worker.drain.parts.leased
+    harness.publish("double", 1, 2, 3, 4)
+    worker.turn(3)
+    assert len(leased) == 2
+    assert worker.drain.parts.claimer.is_armed
+    assert worker.drain.sleep_s() == 0.25
+    harness.publish("double", 5, priority="high")
+    worker.turn()
+    assert len(leased) == 3
+    assert sum(len(jobs) for jobs in worker.forwards()) == 5
+    assert len(leased) == 0
 
 
 class WatchedBroker(MemoryBroker):
