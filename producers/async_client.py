@@ -94,7 +94,10 @@ class AsyncClient(
         job, handle = self._new_job(spec, inputs, options, key)
         coalescer = self._coalescers.get(model)
         if coalescer is None:
-            coalescer = self._coalescers[model] = SubmitCoalescer(model, self._broker, self._limits)
+            reader = self._reader
+            coalescer = self._coalescers[model] = SubmitCoalescer(
+                model, self._broker, self._limits, lambda: not reader.is_awaited
+            )
         return self._accepted(handle, await coalescer.send(job), model)
 
     async def _submit_many(

@@ -23,6 +23,8 @@ FOLDER: Final = Path(__file__).parent
 _COLUMNS: Final = (
     *("Fault", "What was done", "How often", "Jobs", "Lost", "Duplicate effects", "Hangs", "Slowest recovery"),
 )
+_MOST_SEED: Final = 100
+"""A worker takes more steps than that under any load."""
 _SIGNS_OF_A_HANG: Final = ("not within", "Timeout", "still runs after")
 """How tests/servers.py and pytest-timeout say that something waited in vain."""
 
@@ -124,7 +126,13 @@ def modules(only: Sequence[str]) -> list[str]:
 
 @click.command()
 @click.option("--rounds", type=click.IntRange(1), default=20, show_default=True, help="Rounds of every fault.")
-@click.option("--seed", type=click.IntRange(0), default=1, show_default=True, help="The first round's.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, _MOST_SEED),
+    default=1,
+    show_default=True,
+    help="The first round's. Some faults strike so many steps after the start of a worker.",
+)
 @click.option("--only", multiple=True, metavar="FAULT", help="F1 to F27 or P1; may be repeated.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the table to this file, too.")
 def main(rounds: int, seed: int, only: Sequence[str], output: Path | None) -> None:
