@@ -137,6 +137,8 @@ class Simulation:
         plan = self.plan
         self._settings = _settings(plan.single_flight, plan.keeps_answers, plan.has_tier, plan.credit_bytes)
         self._max_crashes = self._settings.inference.queue.max_crashes
+        # A process of an engine takes many jobs with it: they run together once more.
+        self._alone_after = max(1, self._max_crashes - 1) if self.plan.seats else 1
         self._ends: list[UnreliableEnd] = []
         self._jobs: dict[str, Job] = {}
         self._numbers = itertools.count(1)
@@ -254,7 +256,7 @@ class Simulation:
                 continue
             if job.number in self._timed_out and self._reports_arrive:
                 self.schedule.violate(f"ran after its time-out: {job.number}")
-            if claimed.delivery.crashes and (len(jobs) > 1 or len(worker.drain.active()) > 1):
+            if claimed.delivery.crashes >= self._alone_after and (len(jobs) > 1 or len(worker.drain.active()) > 1):
                 self.schedule.violate(f"a suspect in company: {job.number}")
             if self.truth.withdrawn.get(claimed.header.id, began) < began:
                 self.schedule.violate(f"ran after it was withdrawn: {job.number}")

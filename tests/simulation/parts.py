@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -128,6 +129,7 @@ class SteppedLoader(Loader):
     schedule: Schedule
     double: Double
     has_short_forwards = False
+    seats = 0
 
     def begin(self, version: ServedVersion, runtime: Runtime) -> None:
         """See Loader.begin."""
@@ -136,7 +138,7 @@ class SteppedLoader(Loader):
         problem = "a load that fails" if rng.random() < 0.1 else ""
 
         def end() -> None:
-            put_in_place(version, self.double, self.has_short_forwards)
+            put_in_place(version, self.double, self.has_short_forwards, self.seats)
             self.end(runtime, problem, 0)
 
         self.schedule.after(rng.choice((0.0, rng.uniform(0.0, 0.3), rng.uniform(0.0, 1.5))), end)
@@ -151,8 +153,10 @@ class _UnboundRuntime(PythonRuntime):
         return True
 
 
-def put_in_place(version: ServedVersion, double: Double, may_change_threads: bool) -> None:
+def put_in_place(version: ServedVersion, double: Double, may_change_threads: bool, seats: int) -> None:
     """The double in the place of what the package would build, with the hash that promotions name."""
+    if seats:
+        version.follow(replace(version.policy, seats=seats, concurrency=2 * seats))
     assert isinstance(version.runtime, PythonRuntime)
     if may_change_threads:
         version.runtime.__class__ = _UnboundRuntime

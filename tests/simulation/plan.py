@@ -136,6 +136,8 @@ class Plan:
     """Strangers put other results in the place of those that clients read."""
     has_short_forwards: bool = False
     """Forwards are that short, and may run on any thread: an idle worker runs them on its I/O thread."""
+    seats: int = 0
+    """Each model has an engine with so many, and takes as many urgent jobs beyond them; 0: none has an engine."""
 
     @property
     def is_calm(self) -> bool:
@@ -367,6 +369,11 @@ def _short_forwards(rng: Random, plan: Plan) -> Plan:
     )
 
 
+def _engines(rng: Random, plan: Plan) -> Plan:
+    """The same, but that a worker takes no more jobs than its engines have seats, but for urgent ones."""
+    return plan if plan.has_short_forwards else replace(plan, seats=rng.choice((1, 2, 3)))
+
+
 _CHANGES: Final[tuple[tuple[Callable[[Random, Plan], Plan], float], ...]] = (
     (_overdue, 0.06),
     (_loss, 0.06),
@@ -377,6 +384,7 @@ _CHANGES: Final[tuple[tuple[Callable[[Random, Plan], Plan], float], ...]] = (
     (_independently, 0.5),
     (_forged, 0.1),
     (_short_forwards, 0.08),
+    (_engines, 0.08),
 )
 """Each with its share of the schedules. Which ones, its name decides: those of FOUND in test_simulation.py must not be
 among those that an addition changes."""

@@ -141,12 +141,13 @@ class SteppedDrain(Drain):
         hear_bell: Callable[[], None],
         when_nowhere: Callable[[str, str], None],
         has_short_forwards: bool,
+        seats: int,
         pass_time: Callable[[BatchRun, Callable[[BatchRun], None]], None],
     ) -> None:
         """Join a schedule. when_nowhere: called with a version that no worker is said to have. pass_time: see
         SteppedExecutor."""
         self._schedule, self._double, self._end = schedule, double, end
-        self._has_short_forwards = has_short_forwards
+        self._has_short_forwards, self._engine_seats = has_short_forwards, seats
         parts = self.parts
         wake_up, router, scheduler, executor, loader = (
             parts.claimer.wake_up,
@@ -166,6 +167,7 @@ class SteppedDrain(Drain):
         executor.violate, executor.worker, executor.pass_time = schedule.violate, self.name, pass_time
         executor.others_wait = lambda: any(len(version.queue.batcher) for version in parts.lifecycle.turns)
         loader.schedule, loader.double, loader.has_short_forwards = schedule, double, has_short_forwards
+        loader.seats = seats
 
     def load(self) -> None:
         """The double in the place of what the packages would build."""
@@ -174,7 +176,7 @@ class SteppedDrain(Drain):
             lifecycle.follow_at_start(lifecycle.models[name], active)
         for model in lifecycle.models.values():
             assert model.active is not None
-            put_in_place(model.active, self._double, self._has_short_forwards)
+            put_in_place(model.active, self._double, self._has_short_forwards, self._engine_seats)
             model.active.has_loaded()
             self.parts.executor.grow(model.active.policy.concurrency)
             for label in lifecycle.table.labels(model.name):
@@ -612,6 +614,7 @@ class Worker:
             hear_bell=lambda: self._io.rouse(),
             when_nowhere=partial(simulation.is_nowhere, self),
             has_short_forwards=simulation.plan.has_short_forwards,
+            seats=simulation.plan.seats,
             pass_time=lambda work, run: self._here.run_here(work, run),
         )
         self.drain.load()
