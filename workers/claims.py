@@ -150,6 +150,8 @@ class Claimer:
         """Whether a blocking claim is with the broker."""
         self.has_just_waited = False
         """Whether the blocking claim has brought jobs, and nothing was claimed since."""
+        self.has_widened = False
+        """Whether a blocking claim of urgent jobs was withdrawn, and others were not asked for since."""
         self._armed_count = 0
         self._armed_until = 0.0
         self._armed_bands: dict[str, int] = {}
@@ -159,6 +161,7 @@ class Claimer:
 
     def wanted(self) -> list[Claim]:
         """What to claim now. Nothing after every queue was seen empty: the blocking claim will tell."""
+        self.has_widened = False
         if self.is_armed or self._is_quiet:
             return []
         return self.claims_for(self._models.values())
@@ -209,11 +212,12 @@ class Claimer:
 
     # While there is none
 
-    def arm(self) -> None:
+    def arm(self, *, may_be_narrow: bool = True) -> None:
         """Leave a blocking claim for all queues with the broker, once all were seen empty.
 
-        While one of them has more jobs than this worker can take, every commit carries the next claims of all. Of an
-        engine without a seat or pages, the blocking claim takes jobs that are more urgent than one that is here.
+        While one of them has more jobs than this worker can take, every commit carries the next claims of all. If it
+        `may_be_narrow`, it takes of an engine without a seat or pages the jobs that are more urgent than one that is
+        here.
         """
         if self.is_armed or not self._is_quiet:
             return
@@ -228,8 +232,11 @@ class Claimer:
         # publishes ends a blocking claim, but the jobs may come between the last claim and this one.
         share = min(room, nbytes // (self._largest or MAX_JOB_BYTES)) // (len(slots) * len(Priority))
         bands = {slot: self._models[slot].free_for_urgent for slot in slots if self._models[slot].free <= 0}
+        if bands and not may_be_narrow:
+            return
         count = max(1, min([share, *(bands[slot][0] if slot in bands else self._models[slot].free for slot in slots)]))
         self._checkpoint("before-claim")
+        self.has_widened = False
         self._armed_count = count
         self._armed_bands = {slot: urgent for slot, (_, urgent) in bands.items()}
         # What comes for them meanwhile is not seen.
@@ -262,6 +269,7 @@ class Claimer:
             for name, bands in self._armed_bands.items():
                 model = self._models[name]
                 if model.free > 0 or model.free_for_urgent[1] != bands:
+                    self.has_widened = True
                     return self.disarm()
         return []
 

@@ -245,6 +245,8 @@ class Drain:
             self._place_unplaced()
             self._dispatch()
         if not parts.stop.is_set:
+            # The commit may have freed a seat.
+            self._admit(parts.claimer.widen())
             parts.claimer.arm()
         if not (self._is_exchange_near or (self._has_settled and self.is_at_rest)):
             self._tell()
@@ -367,10 +369,11 @@ class Drain:
     def _meanwhile(self) -> None:
         """What no answer waits for: done while the broker answers an exchange.
 
-        First the next blocking claim. A client may have its answer, and send its next job, before this thread has.
+        First the next blocking claim. A client may have its answer, and send its next job, before this thread has. It
+        takes all jobs: an engine whose jobs are being committed has seats in a moment.
         """
         if not (self.parts.stop.is_set or self.parts.scheduler.unhealthy_reason):
-            self.parts.claimer.arm()
+            self.parts.claimer.arm(may_be_narrow=False)
         self._completer.keep_answers()
         self._tell()
 
@@ -655,7 +658,7 @@ def _fault_of_thread(name: str, is_alive: bool, silent_s: float, limit_s: float)
 
 
 def _sleep_s(parts: DrainParts, now: float) -> float:
-    if parts.completer.has_work:
+    if parts.completer.has_work or parts.claimer.has_widened:
         return 0.0
     until = min(parts.scheduler.next_wakeup(), parts.answers.next_timeout) - now
     is_running, is_loading = bool(parts.executor.running()), parts.lifecycle.loader.is_busy

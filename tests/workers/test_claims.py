@@ -333,6 +333,8 @@ def test_an_engine_without_a_free_seat_waits_for_urgent_jobs():
     harness.seat("text", 2)
     harness.take("text", 2)
     assert harness.claim() == []
+    harness.claimer.arm(may_be_narrow=False)
+    assert not harness.is_armed()
     harness.claimer.arm()
     assert (harness.broker.armed, harness.broker.bands) == ([(["text", "other"], 2)], [{"text": int(Priority.NORMAL)}])
     harness.publish("text", 3)
@@ -353,7 +355,9 @@ def test_a_claim_of_urgent_jobs_is_withdrawn_for_a_free_seat():
     harness.publish("text", 3)
     harness.end("text", 1)
     assert (harness.claimer.widen(), harness.is_armed()) == ([], False)
+    before = harness.claimer.has_widened
     assert harness.wanted() == {"text": 1}
+    assert (before, harness.claimer.has_widened) == (True, False)
     assert len(harness.claim()) == 1
 
 

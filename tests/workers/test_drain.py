@@ -432,6 +432,27 @@ def test_an_engine_without_a_free_seat_does_not_look_for_urgent_jobs(harness: St
     assert len(leased) == 0
 
 
+def test_a_seat_that_a_commit_frees_is_taken_at_once(harness: SteppedHarness, models_root: Path):
+    """The turn of the commit withdraws the claim of urgent jobs, and the next one, without a sleep, claims."""
+    write_double(models_root)
+    worker = harness.start_worker()
+    (version,) = worker.drain.lifecycle.turns
+    version.queue.follow(replace(version.queue.policy, seats=1, concurrency=2))
+    jobs = harness.publish("double", 1, 2)
+    run = worker.begin_next()
+    assert worker.drain.parts.claimer.is_armed
+    worker.drain.parts.executor.run(run)
+    worker.drain.parts.executor.finish("a", run)
+    worker.turn()
+    assert [harness.state(job) for job in jobs] == [State.COMPLETED, State.QUEUED]
+    assert worker.drain.sleep_s() == 0.0
+    worker.turn()
+    assert len(worker.drain.parts.leased) == 1
+    assert worker.drain.parts.claimer.is_armed
+    assert worker.drain.sleep_s() == 0.25
+    assert worker.forwards() == [[jobs[1]]]
+
+
 class WatchedBroker(MemoryBroker):
     """Notes for each commit whether the next blocking claim was there before the commit was answered."""
 
