@@ -231,16 +231,17 @@ class Claimer:
         # It bounds the bytes, too, by the largest job of late, or of all before the first one came. The first call that
         # publishes ends a blocking claim, but the jobs may come between the last claim and this one.
         share = min(room, nbytes // (self._largest or MAX_JOB_BYTES)) // (len(slots) * len(Priority))
-        bands = {slot: self._models[slot].free_for_urgent for slot in slots if self._models[slot].free <= 0}
-        if bands and not may_be_narrow:
+        urgent = {slot: self._models[slot].free_for_urgent for slot in slots if self._models[slot].free <= 0}
+        if urgent and not may_be_narrow:
             return
-        count = max(1, min([share, *(bands[slot][0] if slot in bands else self._models[slot].free for slot in slots)]))
+        rooms = [free // bands for free, bands in urgent.values()]
+        count = max(1, min([share, *rooms, *(self._models[slot].free for slot in slots if slot not in urgent)]))
         self._checkpoint("before-claim")
         self.has_widened = False
         self._armed_count = count
-        self._armed_bands = {slot: urgent for slot, (_, urgent) in bands.items()}
+        self._armed_bands = {slot: bands for slot, (_, bands) in urgent.items()}
         # What comes for them meanwhile is not seen.
-        self._empty.difference_update(bands)
+        self._empty.difference_update(urgent)
         self._broker.arm(self._consumer, slots, count, _BLOCK_MS, self._armed_bands)
         self.is_armed = True
         self._armed_until = self._clock() + _BLOCK_MS / 1000 + _ANSWER_S

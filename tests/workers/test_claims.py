@@ -336,7 +336,7 @@ def test_an_engine_without_a_free_seat_waits_for_urgent_jobs():
     harness.claimer.arm(may_be_narrow=False)
     assert not harness.is_armed()
     harness.claimer.arm()
-    assert (harness.broker.armed, harness.broker.bands) == ([(["text", "other"], 2)], [{"text": int(Priority.NORMAL)}])
+    assert (harness.broker.armed, harness.broker.bands) == ([(["text", "other"], 1)], [{"text": int(Priority.NORMAL)}])
     harness.publish("text", 3)
     assert harness.claimer.wait(0.0) == []
     assert (harness.wanted(), harness.claimer.widen()) == ({}, [])
