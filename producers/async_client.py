@@ -94,10 +94,7 @@ class AsyncClient(
         job, handle = self._new_job(spec, inputs, options, key)
         coalescer = self._coalescers.get(model)
         if coalescer is None:
-            reader = self._reader
-            coalescer = self._coalescers[model] = SubmitCoalescer(
-                model, self._broker, self._limits, lambda: not reader.is_awaited
-            )
+            coalescer = self._coalescers[model] = SubmitCoalescer(model, self._broker, self._limits)
         return self._accepted(handle, await coalescer.send(job), model)
 
     async def _submit_many(

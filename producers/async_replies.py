@@ -8,7 +8,7 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from math import inf
 from typing import Final, TypeAlias
@@ -29,18 +29,12 @@ _SILENCE_MS: Final = int(SILENCE_S * 1000)
 
 
 class SubmitCoalescer:
-    """Joins the publications of one slot into calls. One call is out at a time; the next one takes all that waits.
+    """Joins the publications of one slot into calls. One call is out at a time; the next one takes all that waits."""
 
-    is_alone: whether a job has no others beside it. Its call goes out at once.
-    """
-
-    def __init__(
-        self, slot: str, broker: AsyncRedisStreams, limits: Limits, is_alone: Callable[[], bool] = lambda: False
-    ) -> None:
+    def __init__(self, slot: str, broker: AsyncRedisStreams, limits: Limits) -> None:
         self._slot = slot
         self._broker = broker
         self._limits = limits
-        self._is_alone = is_alone
         self._loop = asyncio.get_running_loop()
         self._jobs: list[Publication] = []
         self._answers: list[asyncio.Future[Receipt]] = []
@@ -57,12 +51,8 @@ class SubmitCoalescer:
         self._answers.append(answer)
         if not self._is_sending:
             self._is_sending = True
-            if self._is_alone():
-                # A further turn of the loop takes 20 us.
-                self._send_next()
-            else:
-                # At the end of this turn of the loop, with all jobs that the turn submits.
-                self._loop.call_soon(self._send_next)
+            # At the end of this turn of the loop, with all jobs that the turn submits.
+            self._loop.call_soon(self._send_next)
         return answer
 
     def _send_next(self) -> None:
@@ -262,11 +252,6 @@ class AsyncReplyReader:
             for waiter, _, _ in take(job, ()):
                 if not waiter.done():
                     waiter.set_result(None)
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether anybody waits for the reply about a job."""
-        return bool(self._waiters)
 
     def listen(self) -> None:
         """Starts the reading task unless it runs."""

@@ -176,9 +176,8 @@ class NotifiedClaimer(Claimer):
         return self.claims_for(model for name, model in self._models.items() if name not in self._empty)
 
     def arm(self, *, may_be_narrow: bool = True) -> None:
-        """Nothing is asked for before the next news, once all queues were seen empty with room for more."""
-        has_room = all(model.free > 0 for model in self._models.values() if model.is_claimable)
-        self.is_armed = self.is_armed or (has_room and self._is_quiet)
+        """Nothing is asked for before the next news, once all queues were seen empty."""
+        self.is_armed = self.is_armed or self._is_quiet(narrowly=False)
 
     def wait(self, timeout_s: float) -> list[Delivery]:
         """Nothing comes by itself, and threads sleep between two turns."""

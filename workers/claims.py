@@ -162,7 +162,7 @@ class Claimer:
     def wanted(self) -> list[Claim]:
         """What to claim now. Nothing after every queue was seen empty: the blocking claim will tell."""
         self.has_widened = False
-        if self.is_armed or self._is_quiet:
+        if self.is_armed or self._is_quiet(narrowly=True):
             return []
         return self.claims_for(self._models.values())
 
@@ -219,7 +219,7 @@ class Claimer:
         `may_be_narrow`, it takes of an engine without a seat or pages the jobs that are more urgent than one that is
         here.
         """
-        if self.is_armed or not self._is_quiet:
+        if self.is_armed or not self._is_quiet(narrowly=may_be_narrow):
             return
         room = self._most_jobs - len(self._leased)
         slots = [name for name, model in self._models.items() if model.is_claimable]
@@ -232,8 +232,6 @@ class Claimer:
         # publishes ends a blocking claim, but the jobs may come between the last claim and this one.
         share = min(room, nbytes // (self._largest or MAX_JOB_BYTES)) // (len(slots) * len(Priority))
         urgent = {slot: self._models[slot].free_for_urgent for slot in slots if self._models[slot].free <= 0}
-        if urgent and not may_be_narrow:
-            return
         rooms = [free // bands for free, bands in urgent.values()]
         count = max(1, min([share, *rooms, *(self._models[slot].free for slot in slots if slot not in urgent)]))
         self._checkpoint("before-claim")
@@ -317,13 +315,19 @@ class Claimer:
         credit_bytes = self._byte_credit()
         return all(credit_bytes.room(name) > 0 for name, model in self._models.items() if model.is_claimable)
 
-    @property
-    def _is_quiet(self) -> bool:
-        """Whether every queue was seen empty, with room for more, or has room for urgent jobs only: time to wait
-        instead of asking."""
+    def _is_quiet(self, *, narrowly: bool) -> bool:
+        """Whether every queue was seen empty, with room for more: time to wait instead of asking.
+
+        narrowly: a model that has room for urgent jobs only is no reason to ask, either.
+        """
         # Called twice in every turn. A generator would take twice as long.
         for name, model in self._models.items():
-            if model.is_claimable and not (name in self._empty and model.free > 0) and not _awaits_urgent(model):
+            if not model.is_claimable:
+                continue
+            if model.free > 0:
+                if name not in self._empty:
+                    return False
+            elif not (narrowly and model.free_for_urgent[0] > 0):
                 return False
         return True
 
@@ -345,8 +349,3 @@ class Claimer:
                 self._empty.add(claim.slot)
             else:
                 self._empty.discard(claim.slot)
-
-
-def _awaits_urgent(model: ServedModel) -> bool:
-    """Whether its engine has no seat or no pages left, and may take a job that is more urgent than one that is here."""
-    return model.free_for_urgent[0] > 0 and model.free <= 0

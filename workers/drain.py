@@ -240,12 +240,11 @@ class Drain:
         self._refuse_overdue()
         self._give_back_paused()
         self._dispatch()  # the device comes first
-        self._admit(parts.claimer.widen())
         if self._exchange(self._claims()) or self._backlog.has_unplaced:
             self._place_unplaced()
             self._dispatch()
         if not parts.stop.is_set:
-            # The commit may have freed a seat.
+            # This turn may have freed a seat; then the next one claims.
             self._admit(parts.claimer.widen())
             parts.claimer.arm()
         if not (self._is_exchange_near or (self._has_settled and self.is_at_rest)):

@@ -104,30 +104,6 @@ def test_the_jobs_of_one_turn_travel_in_one_call(shared_redis: RedisServer, slot
     run(main())
 
 
-def test_a_job_with_no_others_beside_it_does_not_wait_for_the_end_of_the_turn(shared_redis: RedisServer, slot: str):
-    """Those that the turn submits behind it travel in the next call. While a reply is awaited, a job waits for them."""
-
-    async def main() -> None:
-        async with connected(shared_redis.url) as broker, reading(broker) as reader:
-            coalescer = SubmitCoalescer(slot, broker, LIMITS, lambda: not reader.is_awaited)
-            await coalescer.send(publication(slot))
-            broker.calls.clear()
-            answers = [coalescer.send(publication(slot))]
-            assert broker.calls == [1]
-            answers += [coalescer.send(publication(slot)) for _ in range(3)]
-            assert {receipt.outcome for receipt in await asyncio.gather(*answers)} == {"accepted"}
-            assert broker.calls == [1, 3]
-            waiter = reader.reply_to(await submitted(broker, reader, slot))
-            broker.calls.clear()
-            answers = [coalescer.send(publication(slot)) for _ in range(2)]
-            assert broker.calls == []
-            await asyncio.gather(*answers)
-            assert broker.calls == [2]
-            waiter.cancel()
-
-    run(main())
-
-
 def test_a_call_is_bounded(shared_redis: RedisServer, slot: str):
     """More jobs of one turn than a call may carry travel in several calls, one after the other."""
 
