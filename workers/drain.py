@@ -358,21 +358,31 @@ class Drain:
             self._put(job, Aside.UNPLACED if job.header.version else Aside.GIVE_BACK)
 
     def _dispatch(self) -> None:
+        """Form the next batches. If one is for this thread, it runs while the broker takes results; or now, if there
+        are none to send."""
+        executor = self.parts.executor
+        self._form()
+        self._completer.collect(executor.take_done())
+        if executor.kept is not None and not self._completer.has_work:
+            executor.run_kept()
+            self._completer.collect(executor.take_done())
+            self._form()
+
+    def _form(self) -> None:
         for job, version in self._backlog.take_stranded():
             self._put(job, Suspect(version))
         if expired := self.parts.scheduler.dispatch():
             self._completer.refuse(expired, EXPIRED)
-        # A short forward has run on this thread.
-        self._completer.collect(self.parts.executor.take_done())
 
     def _meanwhile(self) -> None:
         """What no answer waits for: done while the broker answers an exchange.
 
         First the next blocking claim. A client may have its answer, and send its next job, before this thread has. It
-        takes all jobs: an engine whose jobs are being committed has seats in a moment.
+        takes all jobs: an engine whose jobs are being committed has seats in a moment. Then a short forward.
         """
         if not (self.parts.stop.is_set or self.parts.scheduler.unhealthy_reason):
             self.parts.claimer.arm(may_be_narrow=False)
+        self.parts.executor.run_kept()
         self._completer.keep_answers()
         self._tell()
 

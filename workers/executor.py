@@ -60,7 +60,7 @@ _LATE = Failure("Expired", "The job's deadline passed while it ran")
 
 def seats_for(threads: int) -> int:
     """Seats in the journal of an executor that begins with `threads` model threads: for these, for later ones, for the
-    prepare thread, and for the thread of `run_here`."""
+    prepare thread, and for the thread of `run_kept`."""
     return max(threads, _MOST_THREADS) + 2
 
 
@@ -104,8 +104,10 @@ class Executor:
         """By seat: the model thread, or its stand-in in the simulator."""
         self._busy = 0
         """Seats with a run."""
+        self.kept: BatchRun | None = None
+        """The batch that waits for `run_kept`."""
         self.here: BatchRun | None = None
-        """The run that `run_here` is busy with, for any thread."""
+        """The run that `run_kept` is busy with, for any thread."""
         self._model_threads: set[threading.Thread] = set()
         self._preparer = threading.Thread(target=self._prepare_ahead, name="prepare", daemon=True)
         self._is_started = False
@@ -181,10 +183,17 @@ class Executor:
         self._ready.append(run)
         self._tokens.put(True)
 
-    def run_here(self, run: BatchRun) -> None:
-        """Run a batch on the calling thread, while no model thread is busy. `take_done` returns it; nobody is woken."""
+    def keep(self, run: BatchRun) -> None:
+        """Queue a batch for `run_kept`, while no model thread is busy. No other one is submitted before it has run."""
         run.clock, run.journal = self._clock, self._journal
         self._ready.append(run)
+        self.kept = run
+
+    def run_kept(self) -> None:
+        """Run the batch that was kept, if any, on the calling thread. `take_done` returns it; nobody is woken."""
+        run, self.kept = self.kept, None
+        if run is None:
+            return
         seat = threading.current_thread()
         # None: a model thread was awake for a batch that had been recalled, and has taken this one.
         if self.begin(seat) is not run:
@@ -199,7 +208,7 @@ class Executor:
             self.here = None
 
     def overdue_here(self, now: float) -> str | None:
-        """Why this process must end: the forward of `run_here` is over its limit. None: it is not. For any thread.
+        """Why this process must end: the forward of `run_kept` is over its limit. None: it is not. For any thread.
 
         The journal then tells other workers so: this one cannot commit the failure of the jobs any more.
         """
@@ -218,7 +227,10 @@ class Executor:
         with self._lock:
             if not self._ready or self._ready[-1].batch.priority <= more_urgent:
                 return None
-            return self._ready.pop()
+            run = self._ready.pop()
+            if run is self.kept:
+                self.kept = None
+            return run
 
     def take_done(self) -> list[BatchRun]:
         """The runs that have ended since the last call."""

@@ -34,9 +34,8 @@ logger = logging.getLogger("penstock.server")
 _READY: Final = VersionState.READY
 _STALL_S: Final = 1.0
 """An I/O thread takes several turns a second. If it took none for this time, the whole process was stopped."""
-_SHORT_S: Final = 0.001
-_MOST_ROWS_HERE: Final = 4
-"""A batch and a forward up to these may run on the I/O thread."""
+_SHORT_S: Final = 0.002
+"""A forward up to this may run on the I/O thread. The broker takes about as long for the results of a full batch."""
 _INTERRUPTED_S: Final = 0.02
 """A short forward may take so long once: the system stops any thread for a few turns of other processes."""
 _POLL_ROUNDING_S: Final = 0.0005
@@ -81,6 +80,8 @@ class Scheduler:
         Returns the jobs whose time has passed: they take no place in a batch.
         """
         expired: list[Waiting] = []
+        if self._executor.kept is not None:
+            return expired
         idle = self._executor.idle
         if idle < 0:
             self._recall_for_urgent()
@@ -97,30 +98,28 @@ class Scheduler:
         return expired
 
     def _submit(self, run: BatchRun, *, is_idle: bool) -> bool:
-        """Whether the run was one for this thread, and has ended: then no other job waits."""
+        """Whether the run is kept for this thread."""
         self._listener.started([item.job.header for item in run.batch.items], time.time())
-        if is_idle and self._runs_here(run):
-            self._executor.run_here(run)
+        if is_idle and self._may_keep(run):
+            self._executor.keep(run)
             return True
         self._executor.submit(run, prepare_apart=run.version.policy.tokenises and not is_idle)
         return False
 
-    def _runs_here(self, run: BatchRun) -> bool:
+    def _may_keep(self, run: BatchRun) -> bool:
         """Whether the I/O thread runs a batch itself: two hand-overs between threads take longer than a short forward.
 
-        Only where nothing else can happen meanwhile: there is one model thread, no other job waits, and the forwards of
-        late were short but for one. If this one hangs, the watchdog ends the process; see Drain.unhealthy_reason.
+        Only with one model thread, and if the forwards of late were short but for one. If this one hangs, the watchdog
+        ends the process; see Drain.unhealthy_reason.
         """
         version = run.version
         return (
-            run.batch.rows <= _MOST_ROWS_HERE
-            and self._executor.threads == 1
+            self._executor.threads == 1
             and version.queue.usual_forward_s < _SHORT_S
             and version.queue.longest_forward_s < _INTERRUPTED_S
             and run.open_stream is None
             and not run.is_as_built
             and run.model.runtime.may_change_threads
-            and not any(len(other.queue.batcher) for other in self._versions)
         )
 
     def _dispatch_with_suspects(self, expired: list[Waiting]) -> None:

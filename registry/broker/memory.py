@@ -229,8 +229,6 @@ class MemoryBroker(MemoryOperatorEnd):
         meanwhile: Callable[[], None] | None = None,
     ) -> tuple[list[CommitStatus], list[Delivery]]:
         """See WorkerEnd.exchange."""
-        if meanwhile is not None:
-            meanwhile()
         with self._lock:
             statuses, finished = [], []
             for commit in commits:
@@ -240,7 +238,10 @@ class MemoryBroker(MemoryOperatorEnd):
                 if held is not None and statuses[-1] is CommitStatus.COMMITTED:
                     finished.append(commit)
             self._tell_clients(finished)
-            return statuses, [delivery for claim in claims for delivery in self._state.claim(consumer, claim)]
+            deliveries = [delivery for claim in claims for delivery in self._state.claim(consumer, claim)]
+        if meanwhile is not None:
+            meanwhile()
+        return statuses, deliveries
 
     def _tell_clients(self, commits: Sequence[Commit]) -> None:
         finished: defaultdict[tuple[str, str], list[tuple[str, StoredRecord]]] = defaultdict(list)

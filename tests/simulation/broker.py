@@ -329,11 +329,16 @@ class UnreliableEnd(MemoryBroker):
         meanwhile: Callable[[], None] | None = None,
     ) -> tuple[list[CommitStatus], list[Delivery]]:
         """See WorkerEnd.exchange."""
-        if meanwhile is not None:
+        # A forward may run meanwhile. The broker does its part before or after that.
+        is_slow = meanwhile is not None and self.schedule.rng.random() < 0.5
+        if meanwhile is not None and is_slow:
             meanwhile()
         if claims and self._caller.is_winding_up():
             self.schedule.violate(f"claimed after its stop: {self._caller.label}")
-        return self._call("exchange", self.serve_exchange, consumer, commits, claims, result_ttl_ms)
+        answer = self._call("exchange", self.serve_exchange, consumer, commits, claims, result_ttl_ms)
+        if meanwhile is not None and not is_slow:
+            meanwhile()
+        return answer
 
     def serve_exchange(
         self, consumer: str, commits: Sequence[Commit], claims: Sequence[Claim], result_ttl_ms: int

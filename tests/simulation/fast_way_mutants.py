@@ -20,7 +20,6 @@ bytes.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -294,32 +293,39 @@ class FoundAnswerForTheNeighbour(Completer):
 
 
 class ShortForwardsBesideOthers(SteppedScheduler):
-    """A short forward runs on the I/O thread although other jobs wait for a batch."""
+    """A short forward is kept for the I/O thread while a model thread is busy."""
 
-    def _runs_here(self, run: BatchRun) -> bool:
-        versions, self._versions = self._versions, deque()
-        runs_here = super()._runs_here(run)
-        self._versions = versions
-        return runs_here
+    def _submit(self, run: BatchRun, *, is_idle: bool) -> bool:
+        return super()._submit(run, is_idle=True)
 
 
 class ShortForwardsOfSuspects(SteppedScheduler):
     """A suspect runs on the I/O thread where its model's forwards were short."""
 
-    def _runs_here(self, run: BatchRun) -> bool:
+    def _may_keep(self, run: BatchRun) -> bool:
         is_as_built, run.is_as_built = run.is_as_built, False
-        runs_here = super()._runs_here(run)
+        may_keep = super()._may_keep(run)
         run.is_as_built = is_as_built
-        return runs_here
+        return may_keep
 
 
 class ShortForwardNotHandedIn(SteppedExecutor):
     """What has run on the I/O thread is not among the ended runs."""
 
-    def run_here(self, run: BatchRun) -> None:
-        super().run_here(run)
-        if run in self._done:
+    def run_kept(self) -> None:
+        run = self.kept
+        super().run_kept()
+        if run is not None and run in self._done:
             self._done.remove(run)
+
+
+class ShortForwardForgotten(SteppedExecutor):
+    """A batch that was kept for the I/O thread never runs."""
+
+    def run_kept(self) -> None:
+        run, self.kept = self.kept, None
+        if run is not None and run in self._ready:
+            self._ready.remove(run)
 
 
 class ShortForwardNotWatched(SteppedExecutor):
@@ -383,9 +389,10 @@ FAST_WAY_MUTANTS: Final[tuple[Mutant, ...]] = (
     _misled("the answer of another", completer=AnswersCachedForTheNeighbour),
     _misled("no end", drain=ClaimsBesideCommitsOnly),
     _misled("the answer of another", completer=FoundAnswerForTheNeighbour),
-    _misled("ran on the I/O thread while others waited", scheduler=ShortForwardsBesideOthers),
+    _misled("ran on the I/O thread beside a model thread", scheduler=ShortForwardsBesideOthers),
     _misled("ran a suspect on the I/O thread", scheduler=ShortForwardsOfSuspects),
     _misled("no end", executor=ShortForwardNotHandedIn),
+    _misled("no end", executor=ShortForwardForgotten),
     _misled("no end", executor=ShortForwardNotWatched),
     _misled("no end", flights=SampledLeadersNeverEnd),
     _misled("the answer of another", router=OneKeyForAClaim),

@@ -105,15 +105,14 @@ class SteppedExecutor(Executor):
     worker = ""
     pass_time: Callable[[BatchRun, Callable[[BatchRun], None]], None]
     """Called with a run on the I/O thread, and with what runs it."""
-    others_wait: Callable[[], bool] = staticmethod(lambda: False)
 
-    def run_here(self, run: BatchRun) -> None:
+    def run_kept(self) -> None:
         """As ever."""
-        if self.others_wait():
-            self.violate(f"ran on the I/O thread while others waited: {self.worker}")
-        if any(job.is_suspect for job in run.jobs):
+        if self.kept is not None and self.running():
+            self.violate(f"ran on the I/O thread beside a model thread: {self.worker}")
+        if self.kept is not None and any(job.is_suspect for job in self.kept.jobs):
             self.violate(f"ran a suspect on the I/O thread: {self.worker}")
-        super().run_here(run)
+        super().run_kept()
 
     def run(self, run: BatchRun) -> None:
         """As ever; on the I/O thread it takes its time."""

@@ -165,7 +165,6 @@ class SteppedDrain(Drain):
         router.when_nowhere = when_nowhere
         scheduler.violate, scheduler.worker, scheduler.end = schedule.violate, self.name, end
         executor.violate, executor.worker, executor.pass_time = schedule.violate, self.name, pass_time
-        executor.others_wait = lambda: any(len(version.queue.batcher) for version in parts.lifecycle.turns)
         loader.schedule, loader.double, loader.has_short_forwards = schedule, double, has_short_forwards
         loader.seats = seats
 
@@ -736,7 +735,8 @@ class Worker:
         executor = self.drain.parts.executor
         for number in range(len(self._seats), executor.threads):
             self._seats.append(Seat(self, self._simulation, number))
-        if waiting := executor.waiting():
+        # One that is kept for this thread wakes no other.
+        if waiting := [run for run in executor.waiting() if run is not executor.kept]:
             for seat, _ in zip((each for each in self._seats if each.is_free), waiting, strict=False):
                 seat.strand.due(self.schedule.rng.uniform(0.0, 0.001))
         return pause_s or max(0.0002, self.drain.sleep_s())

@@ -33,6 +33,7 @@ from penstock.registry.queues import Priority, new_job_id
 from penstock.registry.settings import Settings
 from penstock.registry.tensors import decode
 from penstock.workers.assembly import DrainOptions, build_drain
+from penstock.workers.batch_run import BatchRun
 from penstock.workers.drain import Drain
 from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
@@ -460,6 +461,9 @@ class WatchedBroker(MemoryBroker):
         super().__init__(of._state.clock)
         self._state, self._changed = of._state, of._changed
         self.had_claim: list[bool] = []
+        self.sent: list[int] = []
+        """Results of each exchange."""
+        self.is_answering = False
 
     def exchange(
         self,
@@ -469,7 +473,10 @@ class WatchedBroker(MemoryBroker):
         result_ttl_ms: int,
         meanwhile: Callable[[], None] | None = None,
     ) -> tuple[list[CommitStatus], list[Delivery]]:
+        self.sent.append(len(commits))
+        self.is_answering = True
         answer = super().exchange(consumer, commits, claims, result_ttl_ms, meanwhile)
+        self.is_answering = False
         if commits:
             self.had_claim.append(self._armed is not None)
         return answer
@@ -491,6 +498,37 @@ def test_the_next_blocking_claim_goes_out_behind_the_commit(harness: SteppedHarn
         worker.turn(2)
         assert harness.state(job) is State.COMPLETED, "the forward ran on the thread of the drain"
     assert broker.had_claim == [True] * 3
+
+
+def test_a_short_forward_runs_while_the_broker_takes_results(
+    harness: SteppedHarness, models_root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """One runs at once where there are no results to send. No model thread runs any, and all results are sent."""
+    shutil.copytree(ROOT / "models" / "mlp", models_root / "mlp")
+    worker = harness.start_worker(connect=WatchedBroker)
+    broker, executor = worker.broker, worker.drain.parts.executor
+    assert isinstance(broker, WatchedBroker)
+    for version in worker.drain.lifecycle.turns:
+        for _ in range(KNOWN):
+            version.queue.note_forward(0.0001)
+    worker.turn(3)
+    forwards: list[tuple[int, bool]] = []
+    run = executor.run
+
+    def noted(batch: BatchRun) -> None:
+        forwards.append((batch.batch.rows, broker.is_answering))
+        run(batch)
+
+    monkeypatch.setattr(executor, "run", noted)
+    broker.sent.clear()
+    harness.publish_inputs("mlp", *[{"x": [[float(number)] * 384]} for number in range(150)])
+    worker.turn(6)
+    sent = [count for count in broker.sent if count]
+    assert sum(sent) == 150
+    assert len(worker.drain.parts.leased) == 0
+    assert [rows for rows, _ in forwards] == sent
+    assert [is_meanwhile for _, is_meanwhile in forwards] == [False, False, *[True] * (len(sent) - 2)]
+    assert len(sent) > 3
 
 
 def test_reports_wait_a_moment_for_the_next_job(harness: SteppedHarness, models_root: Path):

@@ -276,7 +276,8 @@ def test_a_run_on_the_calling_thread_wakes_nobody_and_is_in_the_journal():
     journal = RecordedJournal()
     executor = Executor(1, lambda: rung.append(True), lambda _: {}, lambda _: None, journal=journal)
     work = work_of(Device(fits(16)), SIXTEEN)
-    executor.run_here(work)
+    executor.keep(work)
+    executor.run_kept()
     assert isinstance(work.answers, JointAnswers)
     assert work.answers.outputs["y"][:, 0].tolist() == [2.0 * number for number in range(16)]
     assert (executor.take_done(), executor.take_done()) == ([work], [])
@@ -292,7 +293,8 @@ def test_a_device_that_is_lost_on_the_calling_thread_is_noted():
 
     journal = RecordedJournal()
     executor = executor_of(journal)
-    executor.run_here(work_of(Device(forward), SIXTEEN))
+    executor.keep(work_of(Device(forward), SIXTEEN))
+    executor.run_kept()
     assert (executor.device_lost, executor.here) == ("cuda:0: an illegal access", None)
     assert executor.take_done() == []
     assert [what for what, _, _ in journal.told] == ["begin"]
@@ -314,7 +316,8 @@ def test_a_run_on_the_calling_thread_that_exceeds_its_limit_condemns_the_process
     journal = RecordedJournal()
     executor = executor_of(journal, lambda: now[0])
     work = work_of(Device(forward), SIXTEEN[: 1 if is_alone else 2])
-    executor.run_here(work)
+    executor.keep(work)
+    executor.run_kept()
     assert seen == [None, f"a forward of double took longer than its limit of {work.limit_s:g} s"]
     assert [what for what, _, _ in journal.told] == ["begin", *(["exceeded"] if is_alone else []), "end"]
     assert executor.overdue_here(1e9) is None

@@ -109,19 +109,60 @@ def quick_version(name: str = "double") -> ServedVersion:
     return version
 
 
-def test_a_short_forward_runs_at_once_where_nothing_else_can_happen():
-    """No model thread is needed: the batch is done when `dispatch` returns."""
-    version = quick_version()
-    harness = Harness(version)
-    jobs = harness.add(version, 4)
-    assert harness.scheduler.dispatch() == []
-    (run,) = harness.executor.take_done()
-    assert (run.jobs, len(run.answers)) == (jobs, 4)
+def test_a_short_forward_is_kept_for_the_io_thread():
+    """No model thread is needed, and no other batch is formed before it has run, also not for other models."""
+    version, other = quick_version(), quick_version("other")
+    harness = Harness(version, other)
+    jobs = harness.add(version, 40)
+    harness.add(other, 3)
+    sizes = []
+    while harness.scheduler.dispatch() == [] and harness.executor.kept is not None:
+        assert harness.executor.waiting() == [harness.executor.kept]
+        assert harness.scheduler.dispatch() == []
+        assert harness.executor.waiting() == [harness.executor.kept]
+        harness.executor.run_kept()
+        (run,) = harness.executor.take_done()
+        run.version.queue.in_flight -= 1
+        sizes.append((run.batch.key.model, len(run.answers)))
+    assert sizes == [("double", 16), ("other", 3), ("double", 16), ("double", 8)]
+    assert len(jobs) == 40
     assert (harness.executor.waiting(), harness.executor.running()) == ([], [])
 
 
-@pytest.mark.parametrize(("interrupted", "runs_here"), [(1, True), (2, False)])
-def test_one_interrupted_forward_changes_nothing(interrupted: int, runs_here: bool):
+def test_a_batch_that_is_kept_can_be_recalled():
+    """It does not run then, and its jobs are in the next one."""
+    version = quick_version()
+    harness = Harness(version)
+    jobs = harness.add(version, 4)
+    harness.scheduler.dispatch()
+    harness.scheduler.recall_all()
+    harness.executor.run_kept()
+    assert (harness.executor.take_done(), harness.executor.waiting()) == ([], [])
+    harness.add(version)
+    harness.scheduler.dispatch()
+    harness.executor.run_kept()
+    (run,) = harness.executor.take_done()
+    assert run.jobs[:4] == jobs
+    assert len(run.jobs) == 5
+
+
+def test_a_model_thread_that_is_awake_may_take_the_batch_that_is_kept():
+    """It had a token for a batch that was recalled. The I/O thread then runs nothing, and forms the next one."""
+    version = quick_version()
+    harness = Harness(version)
+    harness.add(version)
+    harness.scheduler.dispatch()
+    run = harness.begin()
+    harness.executor.run_kept()
+    assert harness.executor.running() == [run]
+    harness.end(run)
+    harness.add(version)
+    harness.scheduler.dispatch()
+    assert harness.executor.kept is not None
+
+
+@pytest.mark.parametrize(("interrupted", "is_kept"), [(1, True), (2, False)])
+def test_one_interrupted_forward_changes_nothing(interrupted: int, is_kept: bool):
     """The system stops any thread now and then. A second one of late says that forwards are not short any more."""
     version = quick_version()
     harness = Harness(version)
@@ -130,32 +171,35 @@ def test_one_interrupted_forward_changes_nothing(interrupted: int, runs_here: bo
         version.queue.note_forward(0.0001)
     harness.add(version)
     harness.scheduler.dispatch()
-    assert bool(harness.executor.take_done()) is runs_here
-    assert bool(harness.executor.waiting()) is not runs_here
+    assert (harness.executor.kept is not None) is is_kept
+    assert len(harness.executor.waiting()) == 1
 
 
 @pytest.mark.parametrize(
-    "why", ["long of late", "unknown", "large", "another waits", "two threads", "bound to its thread", "suspect"]
+    "why", ["long of late", "unknown", "formed ahead", "two threads", "bound to its thread", "suspect"]
 )
 def test_any_other_forward_is_handed_to_a_model_thread(why: str):
-    """A long or unknown forward, a large batch, one beside another model's jobs, and one of a second process."""
-    version, other = quick_version(), quick_version("other")
+    """A long or unknown forward, one behind another one, one beside others, one of a model that stays, a suspect's."""
+    version, other = quick_version(), ready_version(name="other")
     harness = Harness(version, other, threads=2 if why == "two threads" else 1)
     if why == "long of late":
         version.queue.note_forward(0.5)
     elif why == "unknown":
         version.queue.forget_forwards()
-    elif why == "another waits":
+    elif why == "formed ahead":
         harness.add(other)
+        harness.scheduler.dispatch()
+        harness.begin()
+        version.queue.row_bytes = 4
     elif why == "bound to its thread":
         version.runtime.may_change_threads = False  # type: ignore[misc]
     if why == "suspect":
         harness.backlog.add_suspect(version, job_of(crashes=1))
     else:
-        harness.add(version, 5 if why == "large" else 1)
+        harness.add(version, 16 if why == "formed ahead" else 1)
     harness.scheduler.dispatch()
-    assert harness.executor.take_done() == []
-    assert len(harness.executor.waiting()) == 1
+    assert harness.executor.kept is None
+    assert [run.version for run in harness.executor.waiting()] == [version]
 
 
 def test_versions_take_turns():

@@ -160,7 +160,8 @@ def assert_equal_on_both_threads(jobs: Sequence[ClaimedJob], room: int, keyring:
     """Run the jobs as one batch on this thread and on a model thread; returns what is known of both."""
     here, there = Worker(room, keyring), Worker(room, keyring)
     run_here, run_there = here.run_of(jobs), there.run_of(jobs)
-    here.executor.run_here(run_here)
+    here.executor.keep(run_here)
+    here.executor.run_kept()
     there.run_on_a_model_thread(run_there)
     assert {*here.reached} <= {threading.current_thread()}
     assert threading.current_thread() not in there.reached
