@@ -34,10 +34,6 @@ logger = logging.getLogger("penstock.server")
 _READY: Final = VersionState.READY
 _STALL_S: Final = 1.0
 """An I/O thread takes several turns a second. If it took none for this time, the whole process was stopped."""
-_SHORT_S: Final = 0.002
-"""A forward up to this may run on the I/O thread. The broker takes about as long for the results of a full batch."""
-_INTERRUPTED_S: Final = 0.02
-"""A short forward may take so long once: the system stops any thread for a few turns of other processes."""
 _POLL_ROUNDING_S: Final = 0.0005
 """`poll` counts whole milliseconds and may return early: aim behind the moment at which a batch is due."""
 
@@ -100,7 +96,9 @@ class Scheduler:
     def _submit(self, run: BatchRun, *, is_idle: bool) -> bool:
         """Whether the run is kept for this thread."""
         self._listener.started([item.job.header for item in run.batch.items], time.time())
-        if is_idle and self._may_keep(run):
+        queue = run.version.queue
+        queue.runs_on_io_thread = is_idle and self._may_keep(run)
+        if queue.runs_on_io_thread:
             self._executor.keep(run)
             return True
         self._executor.submit(run, prepare_apart=run.version.policy.tokenises and not is_idle)
@@ -112,11 +110,9 @@ class Scheduler:
         Only with one model thread, and if the forwards of late were short but for one. If this one hangs, the watchdog
         ends the process; see Drain.unhealthy_reason.
         """
-        version = run.version
         return (
             self._executor.threads == 1
-            and version.queue.usual_forward_s < _SHORT_S
-            and version.queue.longest_forward_s < _INTERRUPTED_S
+            and run.version.queue.has_short_forwards
             and run.open_stream is None
             and not run.is_as_built
             and run.model.runtime.may_change_threads

@@ -32,6 +32,10 @@ _AHEAD_S: Final = 0.02
 _MOST_AHEAD: Final = 16
 """Jobs that a version with small batches and short forwards may have here, and for how long they keep it busy."""
 _SHORTEST_S: Final = 0.0001
+_SHORT_S: Final = 0.002
+"""The broker takes about as long for the results of a full batch."""
+_INTERRUPTED_S: Final = 0.02
+"""A short forward may take so long once: the system stops any thread for a few turns of other processes."""
 _UNKNOWN_FORWARD_S: Final = 1.0
 _FADING: Final = 0.75
 _RECENT: Final = 8
@@ -59,6 +63,9 @@ class VersionQueue:
         self._recent_s = deque([_UNKNOWN_FORWARD_S] * _RECENT, _RECENT)
         self.usual_forward_s = _UNKNOWN_FORWARD_S
         """The longest of the last eight forwards but one: the system stops any thread now and then."""
+        self.runs_on_io_thread = False
+        """Whether the last batch was one for the I/O thread, which runs it while the broker takes results. Then a third
+        batch may be here: one whose results are on their way, one that runs, and one that comes with the answer."""
         self.row_bytes = policy.result_row_bytes
         """Bytes of outputs that one row is expected to have; 0: nothing is known before the first batch."""
         self._set_limits(policy.limits)
@@ -133,6 +140,11 @@ class VersionQueue:
             self.batcher.extend(pending)
 
     @property
+    def has_short_forwards(self) -> bool:
+        """Whether the forwards of late were short, but for one."""
+        return self.usual_forward_s < _SHORT_S and self.longest_forward_s < _INTERRUPTED_S
+
+    @property
     def is_idle(self) -> bool:
         """Whether no job waits or runs."""
         return self.in_flight == 0 and len(self.batcher) == 0
@@ -149,7 +161,7 @@ class VersionQueue:
         Of a version with small batches and short forwards, a claim brings the jobs of the next 20 ms: one claim for
         each small batch would cost more than its forward.
         """
-        most = self.policy.seats or self.capacity
+        most = self.policy.seats or self.capacity + self.runs_on_io_thread * self.limits.max_rows
         if self.in_memory >= most:
             return 0
         if most < _MOST_AHEAD and not self.policy.seats:
