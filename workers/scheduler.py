@@ -76,7 +76,7 @@ class Scheduler:
         Returns the jobs whose time has passed: they take no place in a batch.
         """
         expired: list[Waiting] = []
-        if self._executor.kept is not None:
+        if self._executor.kept is not None or self._executor.device_lost:
             return expired
         idle = self._executor.idle
         if idle < 0:
