@@ -137,7 +137,14 @@ BATCH_WAIT: Final = Metric(
 COMPUTE: Final = Metric(
     "penstock_compute_seconds", "histogram", "seconds", _MODEL, "The forward of a batch", _DURATIONS
 )
-COMMIT: Final = Metric("penstock_commit_seconds", "histogram", "seconds", _MODEL, "The commit of a batch", _DURATIONS)
+COMMIT: Final = Metric(
+    "penstock_commit_seconds",
+    "histogram",
+    "seconds",
+    _MODEL,
+    "The commit of a batch, with the short forward that ran meanwhile",
+    _DURATIONS,
+)
 BATCH_ROWS: Final = Metric("penstock_batch_rows", "histogram", "rows", _MODEL, "Rows of a batch", _SIZES)
 PADDING: Final = Metric(
     "penstock_padding_ratio",
