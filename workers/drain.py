@@ -37,6 +37,7 @@ from penstock.workers.leases import LeaseKeeper, LeaseUpdate
 from penstock.workers.results import CachedAnswers, JobOutcome
 from penstock.workers.router import Answered, Aside, HandOver, Route, Run, Seek, Suspect, is_of_arm
 from penstock.workers.versions.lifecycle import ModelLifecycle
+from penstock.workers.versions.queue import INTERRUPTED_S
 from penstock.workers.versions.version import ServedVersion, VersionState
 
 __all__ = ["Drain"]
@@ -188,6 +189,17 @@ class Drain:
             or _fault_of_thread("lease", self.leases.is_alive(), now - self.leases.ticked, limit_s)
             or _fault_of_thread("model", self.parts.executor.is_alive(), 0.0, limit_s)
         )
+
+    def give_back_others(self) -> None:
+        """Give back all jobs but those of a forward that hangs on the I/O thread. For the thread that ends the process.
+
+        Without such a forward it does nothing. Raises BrokerUnavailable: they return when their leases lapse.
+        """
+        if (run := self.parts.executor.here) is not None:
+            theirs = set(run.held)
+            others = [held for held in self.parts.leased.snapshot() if held not in theirs]
+            if others:
+                self._broker.release(self.consumer, others)
 
     def active(self) -> list[JobHeader]:
         """The jobs whose forward runs now."""
@@ -578,6 +590,10 @@ class Drain:
     def _room_to_take_over(self) -> TakeOverRoom:
         """On the lease thread. The jobs that it found before and that are not in memory yet take room as well."""
         if self.parts.stop.is_set or self.parts.scheduler.unhealthy_reason:
+            return TakeOverRoom(0, 0)
+        run = self.parts.executor.here
+        if run is not None and self._clock() - run.started > INTERRUPTED_S:
+            # It may hang. This thread would not take them in, and nobody would renew their leases.
             return TakeOverRoom(0, 0)
         leased, limits = self.parts.leased, self._limits
         room = TakeOverRoom(limits.most_jobs - len(leased), limits.most_bytes - leased.nbytes)

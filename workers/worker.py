@@ -64,7 +64,7 @@ from penstock.registry.broker.redis_shadow import RedisShadow
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.control import Command, CommandVerifier
 from penstock.registry.desired_state import StateStore
-from penstock.registry.errors import BrokerUnavailable, ConfigurationError, Forbidden, UnknownModel
+from penstock.registry.errors import BrokerUnavailable, ConfigurationError, Forbidden, PenstockError, UnknownModel
 from penstock.registry.queues import CELERY_QUEUE, Priority, stream_key
 from penstock.registry.settings import Settings
 from penstock.registry.signed import Verifier
@@ -240,6 +240,8 @@ class Worker:
         if reason := self._unhealthy_reason():
             _tell_the_end(reason)
             # Other threads may hang, so this does not wait for them. Their jobs return when the leases lapse.
+            with suppress(PenstockError):
+                self._drain.give_back_others()
             os._exit(EXIT_UNHEALTHY)
 
     def _end_in_order(self, reason: str) -> None:

@@ -3,7 +3,7 @@
     Strand "io"     Drain.step          woken by the broker's answer and by a finished forward
     Strand "leases" LeaseKeeper.tick
     Seat            Executor.begin, run -- the forward's time passes --> finish, on each model thread
-    Seat "here"     Executor.run_here, on the strand "io": it waits while the forward's time passes
+    Seat "here"     Executor.run_kept, on the strand "io": it waits while the forward's time passes
 
 The strand "leases" also asks the executor, as the watchdog's thread does, whether a forward on the strand "io" hangs.
 
@@ -18,6 +18,7 @@ import traceback
 from asyncio import CancelledError
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, Final
@@ -450,6 +451,9 @@ class Seat:
         if self.forward_s == inf:
             raise Hung
         self._worker.wait(self.forward_s)
+        if self.forward_s > LEASE_S / 2:
+            # What the lease thread has taken over meanwhile is not in memory yet: nobody renews it.
+            self._worker.disturbed_at = self._worker.schedule.now
         self._work, self._jobs, self._versions = None, [], set()
 
     def _answer(self, work: BatchRun, run: Callable[[BatchRun], None]) -> None:
@@ -748,17 +752,25 @@ class Worker:
     def _turn_leases(self) -> float:
         pause_s = self.drain.leases.tick()
         executor = self.drain.parts.executor
-        if executor.here is not None and executor.overdue_here(self.schedule.now) is not None:
+        run = executor.here
+        # A strand can wait below another one, whose forward is longer: that is no time of its own forward.
+        if run is not None and self._here.forward_s > run.limit_s and executor.overdue_here(self.schedule.now):
             self._give_up([self._here])
         return pause_s
 
     def _give_up(self, seats: Sequence[Seat]) -> None:
-        """Its own watchdog ends the process, or its supervisor, who reads in the journal that the forward hangs."""
+        """Its own watchdog ends the process, or its supervisor, who reads in the journal that the forward hangs.
+
+        A process that was told to stop has no watchdog any more, and a journal that nobody reads. It ends as well.
+        """
         if self._is_given_up:
             return
         self._is_given_up = True
-        for seat in seats:
-            self._simulation.have_timed_out(seat.timed_out())
+        if self.stopped_at is None:
+            for seat in seats:
+                self._simulation.have_timed_out(seat.timed_out())
+            with suppress(BrokerUnavailable):
+                self.drain.give_back_others()
         self.schedule.after(self.schedule.rng.uniform(0.3, 1.5), self.die)
 
     def _forward(self, version: str, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -809,7 +821,9 @@ class Worker:
     def has_had(self, slot: str, label: str, since: float) -> bool:
         """Whether it has had a version since then, in peace, and could have said so."""
         lives = not self.is_gone and self.stopped_at is None and not self.drain.ails
-        return lives and self.disturbed_at < since and self.drain.has_had(slot, label, since)
+        # While its I/O thread is in a forward, it takes nothing over.
+        is_free = self.drain.parts.executor.here is None
+        return lives and is_free and self.disturbed_at < since and self.drain.has_had(slot, label, since)
 
     def has_lived(self, since: float) -> bool:
         """Whether it has served in peace since then."""
@@ -823,6 +837,8 @@ class Worker:
             and self.stopped_at is None
             and not self.drain.ails
             and self.drain.unable_at < since
+            # While its I/O thread is in a forward, it takes nothing over.
+            and self.drain.parts.executor.here is None
             and self.born < since - LEASE_S - 0.2
             and self.disturbed_at < since - LEASE_S
         )

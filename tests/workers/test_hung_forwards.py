@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+
+import pytest
 
 from penstock.registry.broker.base import State
 from penstock.registry.envelope import Retry
+from penstock.workers.batch_run import BatchRun
 from tests.packages import write_recorder
+from tests.servers import ROOT
 from tests.workers.stepped import (
+    KNOWN,
+    LEASE_S,
     LIMIT_S,
     SteppedHarness,
     SteppedWorker,
@@ -109,3 +116,47 @@ def test_progress_moves_the_limit(harness: SteppedHarness, models_root: Path, fo
     assert harness.job_record(later).is_claimed
     thread.finish()
     assert harness.answer(job) == 2
+
+
+def test_a_forward_that_hangs_on_the_io_thread_keeps_no_other_jobs(
+    harness: SteppedHarness, models_root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Meanwhile no job of another worker is taken over, and the thread that ends the process gives the others back."""
+    shutil.copytree(ROOT / "models" / "mlp", models_root / "mlp")
+    row = {"x": [[1.0] * 384]}
+    dead = harness.start_worker()
+    (lapsed,) = harness.publish_inputs("mlp", row)
+    dead.turn(2)
+    harness.suspend(dead)
+    worker = harness.start_worker()
+    for version in worker.drain.lifecycle.turns:
+        for _ in range(KNOWN):
+            version.queue.note_forward(0.0001)
+    worker.turn(3)
+    drain, executor = worker.drain, worker.drain.parts.executor
+    run = executor.run
+    hung: list[str] = []
+    others: list[str] = []
+
+    def hangs(batch: BatchRun) -> None:
+        theirs = [job.header.id for job in batch.jobs]
+        here = [held.job_id for held in drain.parts.leased.snapshot()]
+        if not hung and len(here) > len(theirs):
+            for _ in range(4):
+                harness.now += LEASE_S / 2
+                drain.leases.tick()
+            assert harness.job_record(lapsed).holder != drain.consumer
+            drain.give_back_others()
+            hung.extend(theirs)
+            others.extend(job for job in here if job not in theirs and harness.state(job) is State.QUEUED)
+            assert all(harness.job_record(job).is_claimed for job in hung)
+            assert not any(harness.job_record(job).is_claimed for job in others)
+        run(batch)
+
+    monkeypatch.setattr(executor, "run", hangs)
+    harness.publish_inputs("mlp", *[row] * 150)
+    worker.turn(4)
+    assert hung
+    assert others
+    harness.pass_time(2 * LEASE_S)
+    assert harness.state(lapsed) is State.COMPLETED, "once the forward has ended"

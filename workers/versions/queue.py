@@ -20,7 +20,7 @@ from penstock.workers.credit import TURN_BYTES
 from penstock.workers.job import ClaimedJob
 from penstock.workers.versions.policy import VersionPolicy
 
-__all__ = ["VersionQueue"]
+__all__ = ["INTERRUPTED_S", "VersionQueue"]
 
 logger = logging.getLogger("penstock.server")
 
@@ -34,7 +34,7 @@ _MOST_AHEAD: Final = 16
 _SHORTEST_S: Final = 0.0001
 _SHORT_S: Final = 0.002
 """The broker takes about as long for the results of a full batch."""
-_INTERRUPTED_S: Final = 0.02
+INTERRUPTED_S: Final = 0.02
 """A short forward may take so long once: the system stops any thread for a few turns of other processes."""
 _UNKNOWN_FORWARD_S: Final = 1.0
 _FADING: Final = 0.75
@@ -142,7 +142,7 @@ class VersionQueue:
     @property
     def has_short_forwards(self) -> bool:
         """Whether the forwards of late were short, but for one."""
-        return self.usual_forward_s < _SHORT_S and self.longest_forward_s < _INTERRUPTED_S
+        return self.usual_forward_s < _SHORT_S and self.longest_forward_s < INTERRUPTED_S
 
     @property
     def is_idle(self) -> bool:
