@@ -146,6 +146,16 @@ def _has(client: redis.Redis, key: str, length: int) -> bool:
     return bool(client.xlen(key) == length)
 
 
+def _await_letter(client: redis.Redis, model: str, letters: int, what: str) -> None:
+    """So many dead letters. A failure tells what is in the queue instead."""
+    queue, dead = stream_key(model, Priority.NORMAL), dead_key(model)
+    try:
+        wait_until(partial(_has, client, dead, letters), 30, what)
+    except pytest.fail.Exception as failure:
+        held = client.xpending_range(queue, GROUP, "-", "+", 10)
+        pytest.fail(f"{failure}: {client.xlen(dead)} of {letters} letters; queued {client.xlen(queue)}, held {held}")
+
+
 @pytest.mark.parametrize("seed", seeds())
 def test_foreign_bytes_are_quarantined_and_counted(seed: int, stage: Stage, start_load: StartLoad, trial: Trial):
     """Each goes to the dead letters with its bytes and is counted; the worker lives and does the next job at once."""
@@ -174,7 +184,7 @@ def test_foreign_bytes_are_quarantined_and_counted(seed: int, stage: Stage, star
                 load.await_all(5)
                 fastest_s = min(fastest_s, time.monotonic() - begun)
                 # Bytes beyond one claim and the good job are in two claims.
-                wait_until(partial(_has, client, dead, before + 1), 30, f"{make.__name__} is a dead letter")
+                _await_letter(client, stage.model, before + 1, f"{make.__name__} is a dead letter")
                 ((_, letter),) = client.xrevrange(dead, count=1)
                 assert letter[b"e"] == sealed
                 assert letter[b"reason"].startswith((b"UndecodableEnvelope: ", b"BadSignature: ")), make.__name__
