@@ -142,12 +142,13 @@ def _has_counted(stage: Stage, count: float) -> bool:
     return _quarantined(stage) == count
 
 
-def _newest(client: redis.Redis, model: str) -> bytes:
+def _newest(client: redis.Redis, model: str) -> object:
     """The id of the newest dead letter. Their number does not tell: beyond their limit of bytes the oldest ones go."""
-    return next((entry_id for entry_id, _ in client.xrevrange(dead_key(model), count=1)), b"")
+    letters = client.xrevrange(dead_key(model), count=1)
+    return letters[0][0] if letters else None
 
 
-def _await_letter(client: redis.Redis, model: str, before: bytes, what: str) -> None:
+def _await_letter(client: redis.Redis, model: str, before: object, what: str) -> None:
     """A dead letter behind this one. A failure tells what is in the queue instead."""
     try:
         wait_until(lambda: _newest(client, model) != before, 30, what)
