@@ -239,7 +239,7 @@ class Worker:
     def _end_if_unhealthy(self) -> None:
         if reason := self._unhealthy_reason():
             _tell_the_end(reason)
-            # Other threads may hang, so this does not wait for them. Their jobs return when the leases lapse.
+            # Other threads may hang, so this does not wait for them. What they hold returns when the leases lapse.
             with suppress(PenstockError):
                 self._drain.give_back_others()
             os._exit(EXIT_UNHEALTHY)
