@@ -371,7 +371,8 @@ def test_worker_counts_what_each_arm_did(site: Site):
     site.await_loaded(worker)
     good = site.harness.publish(MODEL, *range(1, 31))
     site.run(worker, good)
-    bad = site.harness.publish(MODEL, *(-float(number) for number in range(1, 11)))
+    # Five failures could stop an arm that had few other jobs: the ids of the jobs decide how they are shared.
+    bad = site.harness.publish(MODEL, *(-float(number) for number in range(1, 5)))
     site.run(worker, bad)
     assert {site.harness.state(job_id) for job_id in bad} == {State.FAILED}
     expected = table(weights)
@@ -388,7 +389,7 @@ def test_worker_counts_what_each_arm_did(site: Site):
     site.run(worker, site.harness.publish(MODEL, 50.0))
     found = site.figures(worker)
     assert (found[second]["2"].jobs, found[second]["2"].cached, found[second]["2"].latency_s.count) == (2, 1, 1)
-    assert found[first]["1"].jobs + found[first]["2"].jobs == 40
+    assert found[first]["1"].jobs + found[first]["2"].jobs == 34
 
 
 @pytest.mark.parametrize("fate", ["hangs", "kills its process"])
