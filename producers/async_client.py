@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from math import ceil, inf
 from types import TracebackType
@@ -33,10 +34,10 @@ from penstock.producers.job_state import (
 from penstock.producers.replies import RECORDS_AT_ONCE, SILENCE_S
 from penstock.producers.rows import MapOrder
 from penstock.producers.stack_start import StackStart
-from penstock.producers.submission import cancellation, expiry
+from penstock.producers.submission import HAVE_JOB, cancellation, expiry
 from penstock.producers.unusable import CLOSED
 from penstock.registry.admission import SubmitOptions
-from penstock.registry.broker.base import JobRecord, State
+from penstock.registry.broker.base import JobRecord, Receipt, State
 from penstock.registry.broker.redis_async import AsyncRedisStreams
 from penstock.registry.errors import BrokerUnavailable, ClientUnusable, JobLost, PenstockError
 from penstock.registry.package import ModelSpec
@@ -95,7 +96,22 @@ class AsyncClient(
         coalescer = self._coalescers.get(model)
         if coalescer is None:
             coalescer = self._coalescers[model] = SubmitCoalescer(model, self._broker, self._limits)
-        return self._accepted(handle, await coalescer.send(job), model)
+        answer = coalescer.send(job)
+        try:
+            receipt = await answer
+        except asyncio.CancelledError:
+            # The broker has the job, or gets it in a moment. Nobody would ever know its id.
+            if key is None:
+                coalescer.leave(answer, partial(self._withdraw, handle))
+            raise
+        return self._accepted(handle, receipt, model)
+
+    def _withdraw(self, handle: AsyncJobHandle, receipt: Receipt) -> None:
+        """Cancels a job whose submitter was cancelled."""
+        if receipt.outcome in HAVE_JOB:
+            task = asyncio.get_running_loop().create_task(_cancel_quietly(handle))
+            self._withdrawals.add(task)
+            task.add_done_callback(self._withdrawals.discard)
 
     async def _submit_many(
         self,
@@ -301,6 +317,8 @@ class AsyncClient(
             return
         self._enter_loop()
         self._is_closed = True
+        if self._withdrawals:
+            await asyncio.wait(self._withdrawals)
         broker, reader = self._broker, self._reader
         self._broker = self._reader = CLOSED
         await reader.aclose()
@@ -375,6 +393,8 @@ class AsyncClient(
     def _start_reading(self) -> None:
         self._reader = AsyncReplyReader(self._broker)
         self._coalescers: dict[str, SubmitCoalescer] = {}
+        self._withdrawals: set[asyncio.Task[None]] = set()
+        """The jobs that are being cancelled, because their submitters were."""
         if self._lookups is not None:
             # A call of a loop that was closed would never end it.
             self._lookups.close()
@@ -386,6 +406,12 @@ class AsyncClient(
 
     def _handles(self, states: Iterable[JobState]) -> list[AsyncJobHandle]:
         return [AsyncJobHandle(self, state) for state in states]
+
+
+async def _cancel_quietly(handle: AsyncJobHandle) -> None:
+    # The job ends by its lifetime, if the broker is away.
+    with suppress(PenstockError):
+        await handle.cancel()
 
 
 def _lookups(cached: CachedAnswers | None) -> LookupCoalescer | None:

@@ -8,7 +8,7 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from math import inf
 from typing import Final, TypeAlias
@@ -39,6 +39,8 @@ class SubmitCoalescer:
         self._jobs: list[Publication] = []
         self._answers: list[asyncio.Future[Receipt]] = []
         """The future of each receipt."""
+        self._left: dict[asyncio.Future[Receipt], Callable[[Receipt], object]] = {}
+        """Who is told of a job whose submitter was cancelled."""
         self._chunks: deque[tuple[Sequence[Publication], list[asyncio.Future[Receipt]]]] = deque()
         self._is_sending = False
         self._task: asyncio.Task[None] | None = None
@@ -54,6 +56,14 @@ class SubmitCoalescer:
             # At the end of this turn of the loop, with all jobs that the turn submits.
             self._loop.call_soon(self._send_next)
         return answer
+
+    def leave(self, answer: asyncio.Future[Receipt], on_receipt: Callable[[Receipt], object]) -> None:
+        """The caller was cancelled, and `on_receipt` gets the broker's answer. A call that fails has none."""
+        if answer.cancelled():
+            self._left[answer] = on_receipt
+        elif answer.exception() is None:
+            # It came in the same turn as the cancellation.
+            on_receipt(answer.result())
 
     def _send_next(self) -> None:
         """Sends the next chunk, without a task if the connection is up. Ends when nothing is left."""
@@ -86,6 +96,8 @@ class SubmitCoalescer:
             for answer in waiting:
                 if not answer.done():
                     answer.set_exception(error)
+                elif self._left:
+                    self._left.pop(answer, None)
         else:
             self._answer(waiting, receipts)
         self._send_next()
@@ -96,6 +108,8 @@ class SubmitCoalescer:
         for answer, receipt in zip(waiting, receipts, strict=True):
             if not answer.done():
                 answer.set_result(receipt)
+            elif (on_receipt := self._left.pop(answer, None)) is not None:
+                on_receipt(receipt)
 
 
 class Subscription(deque[StreamEntry]):

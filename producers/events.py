@@ -45,6 +45,9 @@ _BEGINS: Final[dict[bytes, tuple[EventType, str | None]]] = {
 """The entries with which a run of the job begins."""
 _LONE_END: Final = 3
 """The sequence number of the end of a job that emitted nothing."""
+_MOST_SEQ: Final = 2**63 - 1
+"""No event has a higher number. A reader asks for the events of all its jobs in one command: a number that the broker
+cannot read would fail it for all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ def _checked_after(after: object) -> int:
         seq = -1 if isinstance(after, bool) else operator.index(cast(int, after))
     except TypeError:
         seq = -1
-    if seq < 0:
+    if not 0 <= seq <= _MOST_SEQ:
         raise InvalidInput(
             f"after is {described(after)}. Expected the sequence number of an event, or 0 for all events"
         )

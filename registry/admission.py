@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from penstock.registry.broker.base import Limits, Publication
 from penstock.registry.envelope import JobHeader, Keyring, Options, Retry, seal
-from penstock.registry.errors import DeadlineExceeded, InvalidInput, UnknownModel, described
+from penstock.registry.errors import BadModelName, DeadlineExceeded, InvalidInput, UnknownModel, described
 from penstock.registry.idempotency import KeyDigests, checked_key, fingerprint_state
 from penstock.registry.job_template import JobTemplate
 from penstock.registry.queues import (
@@ -107,7 +107,7 @@ class SpecCache:
     def get(self, model: str, version: str | None, fetch: Callable[[str, str], bytes | None]) -> ModelSpec:
         """The spec of the active version, or of the named one. `fetch` asks the broker when the cache cannot tell.
 
-        Raises InvalidInput for a name that no model can have, and UnknownModel.
+        Raises BadModelName for a name that no model can have, and UnknownModel.
         """
         spec = self.fresh(model) or self.store(model, fetch(model, ""))
         if not version or version == spec.version:
@@ -126,15 +126,18 @@ class SpecCache:
     def fresh(self, model: str, version: str = "") -> ModelSpec | None:
         """The spec if it is less than a second old. None means: ask the broker, then call `store`.
 
-        Raises InvalidInput for a name that no model can have.
+        Raises BadModelName for a name that no model can have.
         """
         # A Celery task may bring any value in place of a name.
         kept = self._specs.get((model, version)) if isinstance(model, str) and isinstance(version, str) else None
         if kept is not None and kept[0] > time.monotonic():
             return kept[2]
-        parse_name("model", model)
-        if version:
-            parse_name("version", version)
+        try:
+            parse_name("model", model)
+            if version:
+                parse_name("version", version)
+        except InvalidInput as error:
+            raise BadModelName(str(error)) from None
         return None
 
     def store(self, model: str, found: bytes | None, version: str = "") -> ModelSpec:

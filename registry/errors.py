@@ -47,6 +47,7 @@ Disposition = Literal["reject", "retry", "dead-letter", "fail", "stop"]
 
 __all__ = [
     "BadApiKey",
+    "BadModelName",
     "BadSeal",
     "BadSignature",
     "BrokerDamaged",
@@ -113,6 +114,10 @@ class InvalidInput(Rejected, ValueError):
 
 class UnknownModel(Rejected, LookupError):
     """No spec in the broker and no package under the models root."""
+
+
+class BadModelName(InvalidInput, UnknownModel):
+    """No model, or no version of one, can have this name."""
 
 
 class UnknownJob(Rejected, LookupError):

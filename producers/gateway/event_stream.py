@@ -87,6 +87,10 @@ class EventStreams:
         last = _last_event_id(exchange)
         await handle.status()
         exchange.about = job_headers(handle.id)
+        if exchange.method == "HEAD":
+            await exchange.begin_stream(EVENTS, STREAM_HEADERS)
+            await exchange.end_stream()
+            return
         try:
             with self.place(), self.opened(), exchange.watch():
                 await self._send(handle, codec, exchange, last)

@@ -42,6 +42,9 @@ _JSON_TYPES: Final = frozenset({"", JSON.decode()})
 _PLAIN_ENCODINGS: Final = frozenset({b"", b"identity"})
 _WATCH_AFTER_S: Final = 0.02
 """Most answers come sooner, and need no task that listens for the end of the connection."""
+_CLOSE: Final = ((b"connection", b"close"),)
+"""Of an answer behind which the rest of the body may come."""
+_NO_CONTENT: Final = 204
 _MOST_QUERY: Final = 32
 _QUERY_KEY: Final = "api_key"
 
@@ -115,6 +118,11 @@ class Exchange:
         """The value of a header; empty without one. name: in lower case."""
         return self.headers.get(name, b"").decode("latin-1")
 
+    def header_list(self, name: bytes) -> str:
+        """The value of a header that is a list: its lines are joined. Empty without one. name: in lower case."""
+        lines: list[bytes] = [value for key, value in self.scope["headers"] if key == name]
+        return b", ".join(lines).decode("latin-1")
+
     @property
     def media_type(self) -> str:
         """The type of the body, without its parameters."""
@@ -185,7 +193,7 @@ class Exchange:
 
     def _too_slow(self) -> RequestRefused:
         return RequestRefused(
-            408, f"The body did not come within {self._limits.client_timeout_s:g} s. Expected a faster sender"
+            408, f"The body did not come within {self._limits.client_timeout_s:g} s. Expected a faster sender", _CLOSE
         )
 
     async def _read(self, most: int) -> bytes:
@@ -211,7 +219,8 @@ class Exchange:
         headers: Iterable[tuple[bytes, bytes]] = (),
     ) -> None:
         """The whole answer."""
-        head = [(b"content-length", b"%d" % len(body)), *headers]
+        # RFC 9110 8.6: an answer 204 has no length.
+        head = [*headers] if status == _NO_CONTENT else [(b"content-length", b"%d" % len(body)), *headers]
         if body:
             head.append((b"content-type", content_type))
         await self._begin(status, head)
@@ -332,4 +341,4 @@ def take_query_key(scope: Scope) -> str:
 
 
 def _too_long(most: int) -> RequestRefused:
-    return RequestRefused(413, f"The body is too long. Expected at most {most} bytes", ((b"connection", b"close"),))
+    return RequestRefused(413, f"The body is too long. Expected at most {most} bytes", _CLOSE)

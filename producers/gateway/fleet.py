@@ -65,9 +65,15 @@ class GatewayClient(AsyncClient):
     """An AsyncClient that shows models, too. Its jobs are those of the tenant of the present caller."""
 
     def job(self, job: str | HandleCore, *, tenant: str | None = None) -> AsyncJobHandle:
-        """The handle of a job of the caller. tenant: not used. Raises UnknownJob for a model of other keys."""
+        """The handle of a job of the caller. tenant: not used.
+
+        Raises UnknownJob for a model of other keys, and for an id that no job can have.
+        """
         found = entered()
-        handle = super().job(job, tenant=found.tenant)
+        try:
+            handle = super().job(job, tenant=found.tenant)
+        except InvalidInput as error:
+            raise UnknownJob(str(error)) from None
         if not found.may_use(handle.model):
             raise UnknownJob(f"Unknown job {handle.id!r:.120}. Expected the id of a job that this API key may see")
         return handle

@@ -19,9 +19,10 @@ __all__ = ["boundary_of", "read_form"]
 _MOST_HEAD: Final = 8 * 1024
 _MOST_TEXT: Final = 8 * 1024
 _MOST_PARTS: Final = 32
-_BOUNDARY: Final = re.compile(r';\s*boundary=(?:"([^"\r\n]{1,70})"|([^\s";,]{1,70}))')
+_BOUNDARY: Final = re.compile(r';\s*boundary=(?:"([^"\r\n]{1,70})"|([^\s";,]{1,70}))', re.IGNORECASE)
 _DISPOSITION: Final = re.compile(r"^content-disposition:\s*form-data\s*(;.*)$", re.IGNORECASE | re.MULTILINE)
-_PARAMETER: Final = re.compile(r';\s*(name|filename)="([^"\r\n]*)"', re.IGNORECASE)
+_PARAMETER: Final = re.compile(r';\s*(name|filename)=(?:"([^"\r\n]*)"|([^\s";,]+))', re.IGNORECASE)
+"""A value is a string in quotes or a token; see RFC 7578 4.2 and RFC 2183 2."""
 _EXPECTED: Final = "Expected multipart/form-data with purpose and one file"
 
 
@@ -125,7 +126,8 @@ class _Form:
 def _names(head: str) -> tuple[str, str | None]:
     """(name, name of the file) of a part."""
     found = _DISPOSITION.search(head)
-    parameters = {key.lower(): value for key, value in _PARAMETER.findall(found[1])} if found else {}
+    values = _PARAMETER.findall(found[1]) if found else ()
+    parameters = {key.lower(): quoted or token for key, quoted, token in values}
     if "name" not in parameters:
         raise InvalidInput(f"A field without a name. {_EXPECTED}")
     return parameters["name"], parameters.get("filename")

@@ -30,7 +30,7 @@ from penstock.producers.gateway.oip_terms import (
 from penstock.producers.gateway.problems import Problem
 from penstock.producers.gateway.request_headers import HEAD_HEADER, KEY_HEADER, idempotency_key
 from penstock.producers.gateway.routing import ErrorShape, Route
-from penstock.producers.gateway.tensors import BINARY
+from penstock.producers.gateway.tensors import BINARY, decoded
 from penstock.producers.gateway.waiting import JobRequest, Jobs
 
 __all__ = ["OipRoutes"]
@@ -52,6 +52,12 @@ class ModelMetadata(msgspec.Struct):
     platform: str
     inputs: list[TensorMetadata]
     outputs: list[TensorMetadata]
+
+
+class IndexRequest(msgspec.Struct):
+    """ready: whether to list only the models that a worker has in memory."""
+
+    ready: bool = False
 
 
 class InferAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -88,7 +94,11 @@ class OipRoutes:
             _route(
                 "GET", "/v2/health/ready", self._health.show_ready, "OIP: whether jobs are answered", needs="nothing"
             ),
-            _route("POST", "/v2/repository/index", self.show_index, "OIP: the models of the repository", needs="look"),
+            _route(
+                *("POST", "/v2/repository/index", self.show_index, "OIP: the models of the repository"),
+                needs="look",
+                takes=IndexRequest,
+            ),
             *(
                 route
                 for path in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
@@ -114,7 +124,8 @@ class OipRoutes:
 
     async def show_index(self, exchange: Exchange) -> None:
         """POST /v2/repository/index."""
-        await exchange.json_body()
+        body = await exchange.json_body()
+        asked = decoded(body, IndexRequest) if body else IndexRequest()
         lines = [
             {
                 "name": model.spec.name,
@@ -122,6 +133,7 @@ class OipRoutes:
                 "state": state_of(model),
             }
             for model in await self._client.models()
+            if model.is_loaded or not asked.ready
         ]
         await exchange.answer(200, msgspec.json.encode(lines))
 

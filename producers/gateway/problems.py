@@ -90,10 +90,11 @@ class Problem(NamedTuple):
 
 _BY_KIND: Final[tuple[tuple[type[Exception], int, str, str], ...]] = (
     # The first row that fits decides. An empty text: the error's own, which says what was expected.
+    # A name that no model can have is unknown, too.
+    (UnknownModel, 404, "unknown-model", ""),
     (InvalidInput, 422, "invalid-input", ""),
     (InputRefused, 422, "invalid-input", ""),
     (DeadlineExceeded, 422, "invalid-input", ""),
-    (UnknownModel, 404, "unknown-model", ""),
     (UnknownJob, 404, "unknown-job", ""),
     (NotFound, 404, "not-found", ""),
     (FileDamaged, 410, "file-damaged", ""),

@@ -31,7 +31,14 @@ HEAD_HEADER: Final = {"Inference-Header-Content-Length": "the bytes of the JSON 
 """What routes say of these headers in the OpenAPI document."""
 _KEY: Final = re.compile(r'"([\x20\x21\x23-\x5b\x5d-\x7e]{1,255})"|([\x21\x23-\x2b\x2d-\x7e]{1,255})')
 """A string of RFC 8941, or bare: visible ASCII without quotes and commas."""
-_PREFERENCE: Final = re.compile(r'\s*([!#$%&\'*+.^_`|~\w-]+)\s*(?:=\s*("[^"]*"|[^\s",;]*)\s*)?(?:;[^,]*)?')
+_PLAIN: Final = r"[!#$%&'*+.^_`|~0-9A-Za-z-]++"
+_WORD: Final = rf'(?:{_PLAIN}|"(?:[^"\\]|\\.)*+")?+'
+# Possessive: a header may be long, and each of its spaces could be tried in several places.
+_PREFERENCE: Final = re.compile(
+    rf"({_PLAIN})\s*+(?:=\s*+({_WORD})\s*+)?+(?:;\s*+(?:{_PLAIN}\s*+(?:=\s*+{_WORD}\s*+)?+)?+)*+(?=,|$)"
+)
+"""RFC 7240 2: a token, perhaps with a value, which may be in quotes, and with parameters."""
+_QUALITY: Final = re.compile(r";\s*q=([01](?:\.\d{0,3})?)\s*$")
 _BINARY_TYPES: Final = {BINARY.decode(): BINARY, MSGPACK.decode(): MSGPACK}
 
 
@@ -65,16 +72,26 @@ def checked_key(text: str) -> str:
 
 
 def preferred_wait_s(exchange: Exchange) -> float:
-    """The seconds of `Prefer: wait=N`, at most LONGEST_WAIT_S; 0 without it, and for `respond-async` alone."""
-    text = exchange.header(b"prefer")
-    wait_s = 0
-    for part in text.split(",") if text else ():
-        found = _PREFERENCE.fullmatch(part)
-        if found is None or (found[1].lower() == "wait" and not (found[2] or "").isdigit()):
+    """The seconds of the first `Prefer: wait=N`, at most LONGEST_WAIT_S; 0 without it, as for `respond-async` alone."""
+    text = exchange.header_list(b"prefer")
+    wait_s: int | None = None
+    at = _behind_empty(text, 0)
+    while at < len(text):
+        found = _PREFERENCE.match(text, at)
+        value = "" if found is None else (found[2] or "").strip('"')
+        if found is None or (found[1].lower() == "wait" and not (value.isascii() and value.isdigit())):
             raise RequestRefused(400, "Bad Prefer. Expected preferences such as wait=10, in seconds")
-        if found[1].lower() == "wait":
-            wait_s = min(LONGEST_WAIT_S, int(found[2][:9]))
-    return wait_s
+        if found[1].lower() == "wait" and wait_s is None:
+            wait_s = min(LONGEST_WAIT_S, int(value.lstrip("0")[:9] or 0))
+        at = _behind_empty(text, found.end())
+    return wait_s or 0
+
+
+def _behind_empty(text: str, at: int) -> int:
+    """Where the next element of a list begins. Those before it may be empty; see RFC 9110 5.6.1."""
+    while at < len(text) and text[at] in ", \t":
+        at += 1
+    return at
 
 
 def query_wait_s(exchange: Exchange) -> float:
@@ -86,13 +103,18 @@ def query_wait_s(exchange: Exchange) -> float:
 
 
 def wanted_type(exchange: Exchange) -> bytes:
-    """The content type of the outputs: what Accept names; else, for a binary body, that of the body; else JSON."""
+    """The content type of the outputs: what Accept prefers; else, for a binary body, that of the body; else JSON."""
     accept = exchange.headers.get(b"accept")
+    best, quality = b"", 0.0
     if accept is not None and accept != b"*/*":
-        for kind in accept.decode("latin-1").lower().split(","):
+        for kind in exchange.header_list(b"accept").lower().split(","):
             name = kind.partition(";")[0].strip()
-            if name in _BINARY_TYPES:
-                return _BINARY_TYPES[name]
-            if name == "application/json":
-                return JSON
-    return _BINARY_TYPES.get(exchange.media_type, JSON)
+            offered = JSON if name == "application/json" else _BINARY_TYPES.get(name)
+            if offered is None:
+                continue
+            found = _QUALITY.search(kind)
+            wanted = 1.0 if found is None else float(found[1])
+            # Of those that are wanted alike, the first one.
+            if wanted > quality:
+                best, quality = offered, wanted
+    return best or _BINARY_TYPES.get(exchange.media_type, JSON)

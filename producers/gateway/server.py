@@ -93,6 +93,14 @@ class TimedProtocol(HttpToolsProtocol):
         super().connection_made(cast(asyncio.Transport, TurnTransport(transport, self.loop)))
         self._await_head()
 
+    def data_received(self, data: bytes) -> None:
+        """What comes behind an answer must become a whole head in time, too. uvicorn's own timer of idle connections
+        ends with the first byte, which may be an empty line, or a part of a body that nobody reads.
+        """
+        super().data_received(data)
+        if (self.cycle is None or self.cycle.response_complete) and self in self.connections:
+            self._await_head()
+
     def on_message_begin(self) -> None:
         """A further head has begun on a connection that was kept."""
         super().on_message_begin()
@@ -123,7 +131,7 @@ class TimedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _await_head(self) -> None:
-        if self._head_timer is None:
+        if self._head_timer is None and self.timeout_keep_alive_task is None:
             self._head_timer = self.loop.call_later(self.timeout_keep_alive, self._give_up)
 
     def _give_up(self) -> None:

@@ -9,6 +9,7 @@ A request without an idempotency key takes its jobs with it: when its client has
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -70,17 +71,25 @@ class TextRequest:
         found: list[JobRequest] = []
         for prompt in self.prompts:
             for choice in range(self.choices):
-                key = self.idempotency_key
                 found.append(
                     JobRequest(
                         self.model,
                         with_options(prompt, self._params(choice)),
                         priority=self.priority,
-                        idempotency_key=key if key is None or self.total == 1 else f"{key}/{len(found)}",
+                        idempotency_key=self._key_of(len(found)),
                         traceparent=self.traceparent,
                     )
                 )
         return found
+
+    def _key_of(self, number: int) -> str | None:
+        """The first job has the key of the request, so that the key with another request is refused. Those of the
+        others are none that a client uses by chance.
+        """
+        key = self.idempotency_key
+        if key is None or number == 0:
+            return key
+        return f"texts {hashlib.sha256(key.encode('ascii')).hexdigest()} {number}"
 
     def _params(self, choice: int) -> SamplingParams:
         seed = self.params.seed

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from penstock.producers.async_client import AsyncJobHandle
+from penstock.producers.events import JobEvent
 from penstock.producers.gateway.event_stream import StreamPlaces
 from penstock.producers.gateway.exchange import JSON, ClientGone, Exchange, Limits, Receive, RequestRefused, Scope, Send
 from penstock.producers.gateway.figures import GatewayFigures
@@ -43,7 +44,7 @@ from penstock.producers.gateway.websocket_messages import (
     written_problem,
 )
 from penstock.registry.codecs import Codec
-from penstock.registry.errors import ClientUnusable, InvalidInput, PenstockError, QueueFull, UnknownModel
+from penstock.registry.errors import ClientUnusable, InvalidInput, JobFailed, PenstockError, QueueFull, UnknownModel
 from penstock.registry.package import ModelSpec
 from penstock.registry.settings_sections import ServerConfig
 
@@ -363,10 +364,17 @@ class _Connection:
         if self._end is _STOPPING:
             return
         opened.ends_with_gateway = True
+        has_told = False
         try:
             async with aclosing(handle.stream(after)) as events:  # type: ignore[type-var]
                 async for event in events:
+                    has_told = True
                     await self._write(written_event(opened.facts, handle.id, event, codec, opened.kind))
+            if not has_told:
+                # It has seen the end before. Without an answer it would wait for ever.
+                await self._write(
+                    written_event(opened.facts, handle.id, await _end_of(handle, after), codec, opened.kind)
+                )
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._end is not _STOPPING or task is None:
@@ -415,6 +423,15 @@ class _Rate:
             return False
         self._left -= 1
         return True
+
+
+async def _end_of(handle: AsyncJobHandle, seq: int) -> JobEvent:
+    """The last event of an ended job, with this number."""
+    info = await handle.info()
+    try:
+        return JobEvent(seq, info.status, await handle.result())
+    except JobFailed as failure:
+        return JobEvent(seq, info.status, failure)
 
 
 def _job_of(request: Ask, spec: ModelSpec, document: Document, *, is_flat: bool) -> JobRequest:
