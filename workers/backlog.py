@@ -154,12 +154,16 @@ class Backlog:
         return taken
 
     def take_expired(self, version: ServedVersion, broker_now: float) -> list[Waiting]:
-        """Take out the pending and the sought jobs of one version whose time has passed. They keep their room until
-        they end.
+        """Take out the pending jobs, the suspects and the sought jobs of one version whose time has passed. They keep
+        their room until they end.
         """
+
+        def is_late(holder: ServedVersion, job: ClaimedJob) -> bool:
+            return holder is version and broker_now > job.expires_ms
+
         late = version.queue.batcher.discard(lambda item: broker_now > item.job.expires_ms)
-        sought = self._take_sought(lambda holder, job: holder is version and broker_now > job.expires_ms)
-        return [*(Waiting(item.job, version) for item in late), *(Waiting(*each) for each in sought)]
+        others = (*self._take_suspects(is_late), *self._take_sought(is_late))
+        return [*(Waiting(item.job, version) for item in late), *(Waiting(*each) for each in others)]
 
     def take_sought(self, jobs: Iterable[ClaimedJob]) -> list[ClaimedJob]:
         """Take out those of these jobs that are still sought. They keep their room."""
@@ -206,6 +210,11 @@ class Backlog:
     def suspects(self) -> int:
         """Suspects that wait."""
         return len(self._suspects)
+
+    @property
+    def has_ready_suspects(self) -> bool:
+        """Whether the version of a suspect is loaded, so that it can run."""
+        return any(version.is_ready for version, _ in self._suspects)
 
     @property
     def delayed(self) -> int:

@@ -245,9 +245,11 @@ class Completer:
 
         Of large results: as many as one round trip carries. While commits wait for their answer, none.
         """
+        has_uncommitted = self._has_uncommitted
         self._seal_together()
         outcomes, self._outcomes = self._outcomes, []
-        if self._unsent and not self._has_uncommitted:
+        # Small results of this turn do not count: beside a steady flow of them, a large one would wait for ever.
+        if self._unsent and not has_uncommitted:
             outcomes += self._unsent.take()
         retries: list[NextTry | Rejoin | FallBack] = []
         for outcome in outcomes:

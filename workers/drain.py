@@ -44,6 +44,9 @@ __all__ = ["Drain"]
 
 logger = logging.getLogger("penstock.server")
 
+_FORWARD_HERE_S: Final = 0.1
+"""How long a stop waits for a forward on the I/O thread before another thread gives the other jobs back."""
+_LAST_COMMIT_S: Final = 6.0
 _LOOK_AGAIN_S: Final = 0.02
 _TICK_S: Final = 0.25
 _IDLE_S: Final = 0.001
@@ -144,9 +147,21 @@ class Drain:
     def wind_up(self, grace_s: float) -> None:
         """As `stop`, without the end of the other threads and of the models."""
         self.ask_to_stop(grace_s)
-        if self._thread.ident is not None:
-            # A last commit may have to wait for the broker once.
-            self._thread.join(grace_s + 6.0)
+        if self._thread.ident is None:
+            return
+        # A forward on that thread keeps it from giving back what has not begun.
+        self._thread.join(min(grace_s, _FORWARD_HERE_S))
+        with suppress(BrokerUnavailable):
+            if self.parts.executor.here is not None:
+                self._broker.unblock()
+            self.give_back_others()
+        self._thread.join(max(0.0, grace_s - _FORWARD_HERE_S))
+        if (run := self.parts.executor.here) is not None:
+            with suppress(BrokerUnavailable):
+                self._broker.release(self.consumer, run.held)
+            return
+        # A last commit may have to wait for the broker once.
+        self._thread.join(_LAST_COMMIT_S)
 
     def ask_to_stop(self, grace_s: float) -> None:
         """From now on the turns wind up, see `stop`; does not wait for them."""
@@ -181,14 +196,20 @@ class Drain:
         if self.parts.scheduler.unhealthy_reason:
             return self.parts.scheduler.unhealthy_reason
         now, limit_s = self._clock(), self._limits.progress_s
-        if (reason := self.parts.executor.overdue_here(now)) is not None:
+        if (reason := self.overdue_here()) is not None:
             return reason
-        silent_s = 0.0 if self.parts.executor.here is not None else now - self._ticked
+        # In this order: a forward that has ended meanwhile was progress until then.
+        is_here = self.parts.executor.here is not None
+        silent_s = 0.0 if is_here else now - max(self._ticked, self.parts.executor.left_at)
         return (
             _fault_of_thread("drain", self._thread.is_alive(), silent_s, limit_s)
             or _fault_of_thread("lease", self.leases.is_alive(), now - self.leases.ticked, limit_s)
             or _fault_of_thread("model", self.parts.executor.is_alive(), 0.0, limit_s)
         )
+
+    def overdue_here(self) -> str | None:
+        """Why this process must end: a forward on the I/O thread is over its limit. None: there is none such."""
+        return self.parts.executor.overdue_here(self._clock())
 
     def give_back_others(self) -> None:
         """Give back all jobs but those of a forward that hangs on the I/O thread. For the thread that ends the process.
@@ -383,6 +404,7 @@ class Drain:
     def _form(self) -> None:
         for job, version in self._backlog.take_stranded():
             self._put(job, Suspect(version))
+        self._refuse_late_followers()
         if expired := self.parts.scheduler.dispatch():
             self._completer.refuse(expired, EXPIRED)
 
@@ -516,6 +538,16 @@ class Drain:
             self.parts.scheduler.recall_all()
         for version in self.parts.lifecycle.turns:
             self._completer.refuse(self._backlog.take_expired(version, broker_now), EXPIRED)
+        self._refuse_late_followers()
+
+    def _refuse_late_followers(self) -> None:
+        """A follower begins with its leader: what has begun in time goes on."""
+        flights = self.parts.flights
+        if flights.has_followers:
+            broker_now = self._broker.now_ms()
+            begun = {item.job for run in self.parts.executor.running() for item in run.batch.items}
+            late = flights.take_followers(lambda leader, job: broker_now > job.expires_ms and leader not in begun)
+            self._completer.refuse(late, EXPIRED)
 
     def _dead_letter_deferred(self) -> None:
         """Once nothing waits for this thread, or after some time."""
@@ -622,6 +654,8 @@ class Drain:
             for item in run.batch.items:
                 item.job.mark(lost, cancelled)
         self._completer.refuse(self._backlog.take(lambda job: job.mark(lost, cancelled)), CANCELLED)
+        unwanted = self.parts.flights.take_followers(lambda _leader, job: job.mark(lost, cancelled))
+        self._completer.refuse(unwanted, CANCELLED)
 
     # Back to the broker
 

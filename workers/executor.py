@@ -108,6 +108,8 @@ class Executor:
         """The batch that waits for `run_kept`."""
         self.here: BatchRun | None = None
         """The run that `run_kept` is busy with, for any thread."""
+        self.left_at = 0.0
+        """When `run_kept` has ended the last one, for any thread; set before `here` is cleared."""
         self._model_threads: set[threading.Thread] = set()
         self._preparer = threading.Thread(target=self._prepare_ahead, name="prepare", daemon=True)
         self._is_started = False
@@ -191,12 +193,13 @@ class Executor:
 
     def run_kept(self) -> None:
         """Run the batch that was kept, if any, on the calling thread. `take_done` returns it; nobody is woken."""
-        run, self.kept = self.kept, None
-        if run is None:
+        if self.kept is None:
             return
+        self.kept = None
         seat = threading.current_thread()
         # None: a model thread was awake for a batch that had been recalled, and has taken this one.
-        if self.begin(seat) is not run:
+        run = self.begin(seat)
+        if run is None:
             return
         self.here = run
         try:
@@ -205,6 +208,7 @@ class Executor:
         except DeviceLost as error:
             self.device_lost = str(error)
         finally:
+            self.left_at = self._clock()
             self.here = None
 
     def overdue_here(self, now: float) -> str | None:

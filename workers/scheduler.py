@@ -82,9 +82,9 @@ class Scheduler:
         if idle < 0:
             self._recall_for_urgent()
             idle = self._executor.idle
-        if self._backlog.suspects or self._last_was_suspect:
-            self._dispatch_with_suspects(expired)
-            if self._backlog.suspects or self._last_was_suspect:
+        if self._is_turn_of_suspects():
+            is_kept = self._dispatch_with_suspects(expired)
+            if is_kept or self._is_turn_of_suspects():
                 return expired
             idle = self._executor.idle
         while idle >= 0 and (run := self.next_run(expired, is_idle=idle > 0)) is not None:
@@ -118,15 +118,22 @@ class Scheduler:
             and run.model.runtime.may_change_threads
         )
 
-    def _dispatch_with_suspects(self, expired: list[Waiting]) -> None:
-        """One suspect alone, then one batch of others, in turn; nothing beside a suspect."""
+    def _is_turn_of_suspects(self) -> bool:
+        """Whether one of them can run, or runs. One whose version is still loading delays no other job."""
+        return self._last_was_suspect or self._backlog.has_ready_suspects
+
+    def _dispatch_with_suspects(self, expired: list[Waiting]) -> bool:
+        """One suspect alone, then one batch of others, in turn; nothing beside a suspect.
+
+        Returns whether a batch is kept for this thread: then none must be submitted.
+        """
         if self._executor.idle < self._executor.threads:
-            return
+            return False
         run = self.next_run(expired, is_idle=True) if self._last_was_suspect else None
         self._last_was_suspect = run is None and (run := self._next_suspect(expired)) is not None
-        # A suspect whose version is still loading delays no other job.
         if run is not None or (run := self.next_run(expired, is_idle=True)) is not None:
-            self._submit(run, is_idle=True)
+            return self._submit(run, is_idle=True)
+        return False
 
     def _next_suspect(self, expired: list[Waiting]) -> BatchRun | None:
         """The suspect that has waited longest and can run now."""
@@ -257,7 +264,7 @@ class Scheduler:
     def next_wakeup(self) -> float:
         """When the next batch is due to be formed ahead, or a delayed job to run, in monotonic seconds."""
         due = self._backlog.next_due
-        if self._executor.idle == 0 and not (self._backlog.suspects or self._last_was_suspect):
+        if self._executor.idle == 0 and not self._is_turn_of_suspects():
             for version in self._versions:
                 if self._may_form_ahead(version) and (at := version.queue.batcher.next_flush_at()) is not None:
                     due = min(due, at)

@@ -192,7 +192,7 @@ class Worker:
         """
         self._descriptors = _needed_descriptors(self._settings, self._device, self._drain)
         if self._settings.worker.heartbeat_fd is not None:
-            heartbeat.start(self._settings.worker.heartbeat_fd, self._unhealthy_reason)
+            heartbeat.start(self._settings.worker.heartbeat_fd, self._told_reason)
         self._drain.load()
         self._audit.start()
         if self._optimizer is not None:
@@ -219,7 +219,7 @@ class Worker:
             self._stop(self._grace_s or 0.0)
 
     def _watch(self) -> None:
-        stall = StallDetector(_HEALTH_S)
+        stall = StallDetector(_HEALTH_S, recovery_s=_HEALTH_S)
         next_look = time.monotonic()
         while (grace_s := self._grace_s) is None:
             now = time.monotonic()
@@ -228,16 +228,19 @@ class Worker:
                 self._end_in_order(f"a model closed descriptors of this process: {lost}")
             if stall.turn(now):
                 # The other threads stood still as well: let them run before they are judged.
+                next_look = now
+            elif now >= next_look:
                 next_look = now + _HEALTH_S
-            if now >= next_look:
-                next_look = now + _HEALTH_S
-                self._end_if_unhealthy()
+                self._end_if_unhealthy(self._unhealthy_reason())
+            else:
+                # Soon, because the supervisor kills a process whose forward is over its limit, and gives nothing back.
+                self._end_if_unhealthy(self._drain.overdue_here())
             self._announce()
             time.sleep(_WATCH_S)
         self._stop(grace_s)
 
-    def _end_if_unhealthy(self) -> None:
-        if reason := self._unhealthy_reason():
+    def _end_if_unhealthy(self, reason: str | None) -> None:
+        if reason:
             _tell_the_end(reason)
             # Other threads may hang, so this does not wait for them. What they hold returns when the leases lapse.
             with suppress(PenstockError):
@@ -254,6 +257,14 @@ class Worker:
         if self._watchdog.is_alive() and self._grace_s is None and not self._forwarder.is_alive():
             return "the thread of Celery task results has ended"
         return self._drain.unhealthy_reason()
+
+    def _told_reason(self) -> str | None:
+        """What the supervisor hears. On a reason it kills the process at once: so it does not hear that of a forward on
+        the I/O thread, after which the watchdog has jobs to give back.
+        """
+        if self._grace_s is None and self._watchdog.is_alive() and self._drain.overdue_here():
+            return None
+        return self._unhealthy_reason()
 
     def _announce(self) -> None:
         """Log one line when the worker takes its first jobs."""

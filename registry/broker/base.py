@@ -478,6 +478,9 @@ class WorkerEnd(Protocol):
     def disarm(self) -> list[Delivery]:
         """Withdraw the armed claim, and return the jobs that it had claimed meanwhile."""
 
+    def unblock(self) -> None:
+        """From any thread: the armed claim takes no further job. What it has taken is for `collect` or `disarm`."""
+
     def drop_armed(self) -> None:
         """Drop the armed claim after an error on it. If it had claimed jobs, their leases lapse."""
 

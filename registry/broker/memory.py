@@ -290,6 +290,12 @@ class MemoryBroker(MemoryOperatorEnd):
         """See WorkerEnd.disarm."""
         return self.collect()
 
+    def unblock(self) -> None:
+        """See WorkerEnd.unblock."""
+        with self._lock:
+            if self._armed is not None:
+                self._armed.until_ms = 0.0
+
     def drop_armed(self) -> None:
         """See WorkerEnd.drop_armed."""
         self.collect()

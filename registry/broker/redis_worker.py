@@ -204,9 +204,15 @@ class RedisWorker(RedisSpecs):
         """See WorkerEnd.disarm."""
         if self._armed is None or not self._armed.is_outstanding:
             return []
-        # If the claim was answered a moment ago, UNBLOCK does nothing, and the answer is on the way.
-        self._run(["CLIENT", "UNBLOCK", self._armed.client_id])
+        self.unblock()
         return self.collect()
+
+    def unblock(self) -> None:
+        """See WorkerEnd.unblock."""
+        armed = self._armed
+        if armed is not None and armed.is_outstanding:
+            # If the claim was answered a moment ago, UNBLOCK does nothing, and the answer is on the way.
+            self._run(["CLIENT", "UNBLOCK", armed.client_id])
 
     def drop_armed(self) -> None:
         """See WorkerEnd.drop_armed. The next `arm` makes another connection."""

@@ -6,7 +6,7 @@ lead_all --> jobs that are equal to no other lead, and nobody asks for their dig
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from penstock.workers.backlog import Waiting
 from penstock.workers.job import ClaimedJob
@@ -55,6 +55,27 @@ class SingleFlight:
             for job in jobs
             if (followers := self._followers.get(job.digest)) and self._leaders.get(job.digest) is job
         }
+
+    @property
+    def has_followers(self) -> bool:
+        """Whether any job follows another one."""
+        return bool(self._followers)
+
+    def take_followers(self, is_meant: Callable[[ClaimedJob, ClaimedJob], bool]) -> list[Waiting]:
+        """Take out the followers for which `is_meant(leader, follower)` is true. Their leaders go on."""
+        taken: list[Waiting] = []
+        for digest, followers in [*self._followers.items()]:
+            leader = self._leaders[digest]
+            meant = [waiting for waiting in followers if is_meant(leader, waiting.job)]
+            if not meant:
+                continue
+            taken += meant
+            gone = {id(waiting) for waiting in meant}
+            if left := [waiting for waiting in followers if id(waiting) not in gone]:
+                self._followers[digest] = left
+            else:
+                del self._followers[digest]
+        return taken
 
     def end(self, job: ClaimedJob) -> list[Waiting]:
         """The job leads no longer; returns its followers."""
