@@ -28,6 +28,7 @@ import numpy as np
 from msgspec import structs
 
 from penstock.registry.broker.base import Claim, CommitStatus, Delivery
+from penstock.workers.backlog import Waiting
 from penstock.workers.batch_run import BatchRun, JointAnswers
 from penstock.workers.cache import JobKeys, SingleFlight
 from penstock.workers.completer import CompletedRun, Completer, FallBack, NextTry, Rejoin, Settlement
@@ -309,6 +310,14 @@ class ShortForwardsOfSuspects(SteppedScheduler):
         return may_keep
 
 
+class KeptBehindSuspects(SteppedScheduler):
+    """A batch that is kept in the turn of suspects is forgotten: further ones are submitted beside it."""
+
+    def _dispatch_with_suspects(self, expired: list[Waiting]) -> bool:
+        super()._dispatch_with_suspects(expired)
+        return False
+
+
 class ShortForwardNotHandedIn(SteppedExecutor):
     """What has run on the I/O thread is not among the ended runs."""
 
@@ -391,6 +400,7 @@ FAST_WAY_MUTANTS: Final[tuple[Mutant, ...]] = (
     _misled("the answer of another", completer=FoundAnswerForTheNeighbour),
     _misled("ran on the I/O thread beside a model thread", scheduler=ShortForwardsBesideOthers),
     _misled("ran a suspect on the I/O thread", scheduler=ShortForwardsOfSuspects),
+    _misled("submitted beside a batch that is kept", scheduler=KeptBehindSuspects),
     _misled("no end", executor=ShortForwardNotHandedIn),
     _misled("no end", executor=ShortForwardForgotten),
     _misled("no end", executor=ShortForwardNotWatched),

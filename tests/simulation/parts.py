@@ -106,6 +106,12 @@ class SteppedExecutor(Executor):
     pass_time: Callable[[BatchRun, Callable[[BatchRun], None]], None]
     """Called with a run on the I/O thread, and with what runs it."""
 
+    def submit(self, run: BatchRun, *, prepare_apart: bool) -> None:
+        """As ever."""
+        if self.kept is not None:
+            self.violate(f"submitted beside a batch that is kept: {self.worker}")
+        super().submit(run, prepare_apart=prepare_apart)
+
     def run_kept(self) -> None:
         """As ever."""
         if self.kept is not None and self.running():

@@ -115,7 +115,7 @@ def _digests(hash_seed: str, processes: str) -> list[str]:
     return [line for line in answer.stdout.splitlines() if line[0].isdigit() and "schedules" not in line]
 
 
-LATE = {"ArmsAreForgotten", "PauseForgotten", "VersionsShareAFlight", "VersionsShareAnswers"}
+LATE = {"ArmsAreForgotten", "KeptBehindSuspects", "PauseForgotten", "VersionsShareAFlight", "VersionsShareAnswers"}
 """Mutants that show themselves after some hundred schedules only: too long for `make test`."""
 
 
