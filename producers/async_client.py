@@ -317,6 +317,8 @@ class AsyncClient(
             return
         self._enter_loop()
         self._is_closed = True
+        for coalescer in self._coalescers.values():
+            await coalescer.told()
         if self._withdrawals:
             await asyncio.wait(self._withdrawals)
         broker, reader = self._broker, self._reader

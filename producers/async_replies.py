@@ -41,6 +41,7 @@ class SubmitCoalescer:
         """The future of each receipt."""
         self._left: dict[asyncio.Future[Receipt], Callable[[Receipt], object]] = {}
         """Who is told of a job whose submitter was cancelled."""
+        self._all_told: asyncio.Future[None] | None = None
         self._chunks: deque[tuple[Sequence[Publication], list[asyncio.Future[Receipt]]]] = deque()
         self._is_sending = False
         self._task: asyncio.Task[None] | None = None
@@ -64,6 +65,18 @@ class SubmitCoalescer:
         elif answer.exception() is None:
             # It came in the same turn as the cancellation.
             on_receipt(answer.result())
+
+    async def told(self) -> None:
+        """Returns once the broker has answered, or not, for all jobs whose submitters were cancelled."""
+        if self._left:
+            self._all_told = self._loop.create_future()
+            await self._all_told
+
+    def _take_left(self, answer: asyncio.Future[Receipt]) -> Callable[[Receipt], object] | None:
+        on_receipt = self._left.pop(answer, None)
+        if self._all_told is not None and not self._left and not self._all_told.done():
+            self._all_told.set_result(None)
+        return on_receipt
 
     def _send_next(self) -> None:
         """Sends the next chunk, without a task if the connection is up. Ends when nothing is left."""
@@ -96,8 +109,8 @@ class SubmitCoalescer:
             for answer in waiting:
                 if not answer.done():
                     answer.set_exception(error)
-                elif self._left:
-                    self._left.pop(answer, None)
+                else:
+                    self._take_left(answer)
         else:
             self._answer(waiting, receipts)
         self._send_next()
@@ -108,7 +121,7 @@ class SubmitCoalescer:
         for answer, receipt in zip(waiting, receipts, strict=True):
             if not answer.done():
                 answer.set_result(receipt)
-            elif (on_receipt := self._left.pop(answer, None)) is not None:
+            elif (on_receipt := self._take_left(answer)) is not None:
                 on_receipt(receipt)
 
 

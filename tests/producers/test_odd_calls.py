@@ -231,6 +231,8 @@ _OF_HANDLES: dict[str, tuple[Call, str]] = {
     "stream: after text": (lambda job: job.stream(after="1"), f"after is '1'. {_EVENT}"),
     "stream: after -1": (lambda job: job.stream(after=-1), f"after is -1. {_EVENT}"),
     "stream: after 1.5": (lambda job: job.stream(after=1.5), f"after is 1.5. {_EVENT}"),
+    # Redis would refuse to read it, and with it the events and replies of all other jobs.
+    "stream: after 2**64": (lambda job: job.stream(after=2**64), f"after is 18446744073709551616. {_EVENT}"),
     "stream: after True": (lambda job: job.stream(after=True), f"after is True. {_EVENT}"),
 }
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import httpx
 
+from penstock.registry.queues import MODELS_KEY
+from tests.producers.conftest import announce
 from tests.producers.gateway.conftest import GatewayStack, StartGateway
 from tests.servers import wait_until
 
@@ -48,8 +50,24 @@ def test_a_client_goes_on_behind_the_last_event(http: httpx.Client):
     for place in (1, 4):
         rest = http.get(f"{location}/events", headers={"Last-Event-ID": str(whole[place][0])})
         assert events(rest.text) == whole[place + 1 :]
-    assert http.get(f"{location}/events", headers={"Last-Event-ID": str(whole[-1][0])}).status_code == 204
+    over = http.get(f"{location}/events", headers={"Last-Event-ID": str(whole[-1][0])})
+    # RFC 9110 8.6: such an answer has no length.
+    assert (over.status_code, over.headers.get("content-length")) == (204, None)
     assert http.get(f"{location}/events", headers={"Last-Event-ID": "x"}).status_code == 422
+
+
+def test_a_head_request_does_not_wait_for_the_events(stack: GatewayStack, http: httpx.Client):
+    """It has the head of the stream, though no worker ever ends the job."""
+    announce(stack.server, "unserved-events")
+    job = http.post("/v1/jobs", json={"model": "unserved-events", "inputs": {"x": [[1, 2, 3, 4]]}}).json()["id"]
+    try:
+        found = http.head(f"/v1/jobs/{job}/events")
+        assert (found.status_code, found.headers["content-type"]) == (200, "text/event-stream")
+        assert http.head("/v1/jobs/double.ffffffff-ffff-7fff-bfff-ffffffffffff/events").status_code == 404
+    finally:
+        with stack.server.client() as redis:
+            redis.srem(MODELS_KEY, "unserved-events")
+            redis.delete(*redis.scan_iter("{unserved-events}:*"))
 
 
 def test_events_of_an_unknown_job_are_404(http: httpx.Client):

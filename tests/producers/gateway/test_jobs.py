@@ -180,7 +180,8 @@ def test_an_unknown_job_is_404(http: httpx.Client):
     """An id of nobody, and one that can be none."""
     assert http.get("/v1/jobs/double.01920000-0000-7000-8000-000000000000").status_code in (404, 410)
     assert http.get("/v1/jobs/double.ffffffff-ffff-7fff-bfff-ffffffffffff").status_code == 404
-    assert http.get("/v1/jobs/nothing").status_code in (404, 422)
+    for found in (http.get("/v1/jobs/nothing"), http.delete("/v1/jobs/nothing"), http.get("/v1/jobs/nothing/events")):
+        assert (found.status_code, found.json()["title"]) == (404, "job not found")
 
 
 @pytest.mark.parametrize("wait", ["x", "-1", "301", "1.5"])

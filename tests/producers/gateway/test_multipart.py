@@ -37,6 +37,19 @@ def read(body: bytes, cuts: Sequence[int] = ()) -> tuple[dict[str, str], str, by
     return texts, name, b"".join(found)
 
 
+def test_parameters_may_be_tokens():
+    """Without quotes, with other letters, beside a name in another encoding (RFC 7578 4.2, RFC 2183 2)."""
+    head = b"--b\r\nContent-Disposition: form-data; "
+    body = (
+        head
+        + b"name=purpose\r\n\r\nbatch\r\n"
+        + head
+        + b"Name=file; filename=l.jsonl; filename*=utf-8''l.jsonl\r\n\r\nx\r\n--b--\r\n"
+    )
+    assert read(body) == ({"purpose": "batch"}, "l.jsonl", b"x")
+    assert boundary_of("multipart/form-data; Boundary=b-1") == b"b-1"
+
+
 @given(st.lists(st.sampled_from([b"\r\n", b"--b", b"-", b"\r", b"x", b"\r\n--"])), st.lists(st.integers(0, 400)))
 def test_content_comes_back(pieces: list[bytes], cuts: list[int]):
     """Byte for byte, also where it looks like a boundary."""

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from penstock import Client
+from penstock.registry.queues import MODELS_KEY
+from tests.producers.conftest import announce
 from tests.producers.gateway.conftest import GatewayStack
 from tests.servers import require_module
 
@@ -78,6 +80,23 @@ def test_tritons_other_ways_to_infer(stack: GatewayStack):
 
     for given, output in zip(rows, asyncio.run(ask()), strict=True):
         assert np.array_equal(output, given * 2)
+
+
+def test_the_index_lists_ready_models_only_where_that_is_asked(stack: GatewayStack, http: httpx.Client):
+    """The extension of Triton: `{"ready": true}`. Without a body, all; a body that is no JSON is refused."""
+    announce(stack.server, "unserved")
+    try:
+        names = {
+            body: {each["name"] for each in http.post("/v2/repository/index", content=body).json()}
+            for body in (b"", b"{}", b'{"ready": false}', b'{"ready": true}')
+        }
+    finally:
+        with stack.server.client() as redis:
+            redis.srem(MODELS_KEY, "unserved")
+            redis.delete(*redis.scan_iter("{unserved}:*"))
+    assert names[b""] == names[b"{}"] == names[b'{"ready": false}'] == {*names[b'{"ready": true}'], "unserved"}
+    assert "unserved" not in names[b'{"ready": true}']
+    assert http.post("/v2/repository/index", content=b"not json").status_code == 422
 
 
 def test_parameters_that_are_not_obeyed_are_refused(stack: GatewayStack):

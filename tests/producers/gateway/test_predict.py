@@ -151,18 +151,22 @@ def test_broken_json_is_422(http: httpx.Client, body: bytes, expected: str):
         ("/v1/models/nothing:predict", {"inputs": {"x": [ROW]}}),
         ("/v1/models/nothing/versions/1:predict", {"inputs": {"x": [ROW]}}),
         ("/v1/models/double/versions/9:predict", {"inputs": {"x": [ROW]}}),
+        ("/v1/models/Nothing-7B:predict", {"inputs": {"x": [ROW]}}),
         ("/predict?model=nothing", {"inputs": ROW}),
         ("/v1/jobs", {"model": "nothing", "inputs": {"x": [ROW]}}),
+        ("/v1/jobs", {"model": "some/nothing", "inputs": {"x": [ROW]}}),
         ("/v1/jobs:batch", {"model": "nothing", "inputs": [{"x": [ROW]}]}),
     ],
 )
 def test_unknown_model_is_404(stack: GatewayStack, http: httpx.Client, path: str, document: dict[str, Any]):
-    """IN-036: on every route, for a version, too; nothing is queued, and Redis has no key of that model."""
+    """IN-036: on every route, for a version, too, and for a name that no model can have; nothing is queued, and Redis
+    has no key of that model.
+    """
     before = _jobs(stack)
     found = http.post(path, json=document)
     assert found.status_code == 404
     assert found.json()["title"] == "model not found or not loaded"
-    assert "nothing" in found.json()["detail"] or "double/9" in found.json()["detail"]
+    assert "nothing" in found.json()["detail"].lower() or "double/9" in found.json()["detail"]
     assert _jobs(stack) == before
     with stack.server.client() as redis:
         assert not [*redis.scan_iter("*nothing*")]

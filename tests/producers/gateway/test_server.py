@@ -65,6 +65,26 @@ def test_slow_and_silent_clients_are_disconnected(start_gateway: StartGateway):
         assert gateway.answers()
 
 
+def test_what_comes_behind_an_answer_has_a_time(start_gateway: StartGateway):
+    """An empty line, or a part of a body that nobody reads, keeps no connection. A 408 says that it is closed."""
+    gateway = start_gateway(PENSTOCK_INFERENCE_SERVER_CLIENT_TIMEOUT_S="0.5")
+    get = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+    unread = b"POST /nope HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhello"
+    head = f"POST {PREDICT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    for sent, behind, status in ((get, b"\r\n", b"200"), (unread, b"!", b"404")):
+        with connect(gateway) as client:
+            client.sendall(sent)
+            assert client.recv(65536).startswith(b"HTTP/1.1 " + status)
+            client.sendall(behind)
+            assert not _received(client).startswith(b"HTTP/1.1")
+    with connect(gateway) as late:
+        late.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n5\r\n".encode())
+        answer = _received(late)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"connection: close" in answer.lower()
+    assert gateway.answers()
+
+
 def test_more_requests_than_may_wait_are_503(start_gateway: StartGateway):
     """server.max_waiting: the others are refused at once, with Retry-After, and their jobs are not submitted."""
     gateway = start_gateway(PENSTOCK_INFERENCE_SERVER_MAX_WAITING="2")

@@ -138,12 +138,18 @@ def test_a_job_of_another_protocol_is_followed(stack: GatewayStack, http: httpx.
             runs.append([])
             while not runs[-1] or runs[-1][-1]["type"] != "completed":
                 runs[-1].append(json.loads(await socket.recv()))
+        end = runs[0][-1]["seq"]
         unknown = {"job": "double.ffffffff-ffff-7fff-bfff-ffffffffffff"}
-        return [*runs, [await ask(socket, unknown)]]
+        others = ({"job": job, "after": end}, {"job": job, "after": end + 9}, {"job": job, "after": 2**64}, unknown)
+        return [*runs, [await ask(socket, other) for other in others]]
 
-    whole, behind, (unknown,) = talk(stack.gateway, run)
+    whole, behind, (seen, beyond, unreadable, unknown) = talk(stack.gateway, run)
     assert [each["type"] for each in whole].count("chunk") == 5
     assert behind == [each for each in whole if each["seq"] > 4]
+    # Each request has an answer: a client that has seen the end gets it once more.
+    assert {**seen, "id": "f"} == whole[-1]
+    assert (beyond["type"], beyond["outputs"]) == ("completed", whole[-1]["outputs"])
+    assert (unreadable["status"], "Expected the sequence number" in unreadable["error"]["detail"]) == (422, True)
     assert unknown["status"] == 404
 
 

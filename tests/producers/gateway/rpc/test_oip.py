@@ -32,6 +32,7 @@ def test_tritons_client_works_unchanged(stack: GatewayStack):
         assert client.is_model_ready("double")
         assert client.is_model_ready("double", "1")
         assert not client.is_model_ready("nothing")
+        assert not client.is_model_ready("A name that no model can have")
         assert client.get_server_metadata().name == "penstock"
         metadata = client.get_model_metadata("double", "1", as_json=True)
         assert metadata["inputs"] == [{"name": "x", "datatype": "FP32", "shape": ["-1", "4"]}]
