@@ -264,8 +264,11 @@ def _check_int(name: str, value: object, least: int, most: int | None) -> None:
 
 
 def _check_float(name: str, value: object, expected: str, is_right: Any) -> None:
-    # isfinite fails for integers that no float has.
-    is_number = math.isfinite(value) if isinstance(value, float) else isinstance(value, int)
-    if is_number and not isinstance(value, bool) and is_right(value):
+    try:
+        # An integer may be larger than any float.
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        is_number = False
+    if is_number and is_right(value):
         return
     raise InvalidInput(f"{name}: found {described(value)}, expected {expected}")

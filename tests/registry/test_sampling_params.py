@@ -58,6 +58,8 @@ def test_one_stop_string_may_be_given_alone():
         ({"allowed_token_ids": []}, "allowed_token_ids: found an empty list, expected at least one token"),
         ({"allowed_token_ids": [1], "bad_words": ["a"]}, "Found allowed_token_ids and bad_words, expected one of both"),
         ({"timeout_s": 0}, "timeout_s: found 0, expected a number of seconds above 0"),
+        ({"timeout_s": 10**400}, "timeout_s: found 1000.*, expected a number of seconds above 0"),
+        ({"temperature": 10**400}, "temperature: found 1000"),
         ({"regex": "a", "choice": ["a"]}, "Found regex and choice, expected at most one of: json_schema, regex"),
         ({"regex": "a", "stop": ["b"]}, "Found regex and stop, expected one of both: the text would not be complete"),
         ({"json_schema": "{"}, "json_schema: found '{', expected a schema in JSON"),

@@ -19,7 +19,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from math import inf
@@ -187,7 +187,8 @@ class Engine:
     ) -> Iterator[RequestOutput]:
         """The outputs of one request as it grows; `delta_text` is what is new. Closing the iterator aborts it."""
         request = self._request(None, prompt, _params(sampling_params), is_streamed=True)
-        return self._streamed(self._start(request, priority, tenant))
+        self._start(request, priority, tenant)
+        return _Streamed(self._streamed(request), lambda: self._drop([request]))
 
     def chat(
         self,
@@ -450,7 +451,7 @@ class Engine:
         for request in requests:
             self.abort(request.request_id)
 
-    def _streamed(self, request: GenerationRequest) -> Iterator[RequestOutput]:
+    def _streamed(self, request: GenerationRequest) -> Generator[RequestOutput, None, None]:
         try:
             while not is_finished(request):
                 self._advance()
@@ -462,6 +463,25 @@ class Engine:
                 yield output(request)
         finally:
             self._drop([request])
+
+
+class _Streamed(Iterator[RequestOutput]):
+    """The outputs of a request that has begun. A generator that was never asked would not abort it at its end."""
+
+    def __init__(self, outputs: Generator[RequestOutput, None, None], drop: Callable[[], None]) -> None:
+        self._outputs = outputs
+        self._drop = drop
+
+    def __next__(self) -> RequestOutput:
+        return next(self._outputs)
+
+    def close(self) -> None:
+        """Aborts the request, if it has not ended."""
+        self._outputs.close()
+        self._drop()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _or_never(moment_s: float | None) -> float:

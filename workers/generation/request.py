@@ -8,7 +8,6 @@ The texts of one request with n > 1 are siblings: each has its own sequence, see
 from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -226,14 +225,16 @@ class GenerationRequest:
             self.stream.skip(len(delivered.text))
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends the text. A stop string that only the last incomplete character made visible still cuts."""
+        """Ends the text. A stop string that only the last incomplete character made visible still cuts.
+
+        It does not raise: a text that cannot be decoded has ended, too, with that error.
+        """
         self.finish_reason, self.stop_reason = reason, stop_reason
-        if reason in ("abort", "error"):
-            # What ends it may be its own text, which cannot be decoded.
-            with suppress(Exception):
-                self._finish_text(stop_reason)
-        else:
+        try:
             self._finish_text(stop_reason)
+        except Exception as error:  # a tokenizer may raise anything
+            if reason not in ("abort", "error"):
+                self.finish_reason, self.stop_reason, self.first.failure = "error", None, error
 
     def _finish_text(self, stop_reason: int | str | None) -> None:
         if self.stream is not None:

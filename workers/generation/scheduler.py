@@ -299,9 +299,11 @@ class Scheduler:
             for one in sorted(self.running, key=self._order, reverse=True)
             if level_at(one, self.step, self.config.ageing_steps) > head.priority
         ]
+        # Pages that the head shares with a victim are no gain: they count as its own already.
+        own = {entry.page for entry in self._cached(head)}.union(self._donated(head))
         gained = 0
         for number, victim in enumerate(less_urgent, 1):
-            gained += sum(self.pages.users(page) == 1 for page in victim.pages)
+            gained += sum(self.pages.users(page) == 1 and page not in own for page in victim.pages)
             if self._fits(head, number, gained):
                 for one in less_urgent[:number]:
                     self._preempt(one)

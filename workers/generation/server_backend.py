@@ -163,7 +163,8 @@ class ServerAnswer:
             self._call.close()
         if not (ends_with_done or text.is_whole or self._is_late):
             raise ServerAway("it ended its answer before the last token")
-        yield self._output(is_late=self._is_late and not text.is_whole)
+        # A text that was whole at its time has ended by itself, if it needs nothing more.
+        yield self._output(is_late=self._is_late and not (text.is_whole and text.usage is not None))
 
     def _request(self) -> tuple[str, Mapping[str, str], bytes]:
         path, body = request_of(self._text.wish, self._backend.model, self._kind)

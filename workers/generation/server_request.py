@@ -11,9 +11,11 @@ The caller has refused the fields that the server does not obey.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Final
 
+from penstock.registry.chat_messages import Message
 from penstock.registry.package.text_server import RuntimeKind
 from penstock.registry.sampling_params import SamplingParams
 from penstock.workers.generation.backend import Wish
@@ -38,7 +40,7 @@ def request_of(wish: Wish, model: str, kind: RuntimeKind = "openai") -> tuple[st
             return "/generate_stream", _json({"inputs": prompt, "parameters": _tgi_parameters(wish.params)})
         written = prompt if isinstance(prompt, str) else list(prompt)
         return "/v1/completions", _json(_body(wish, model, kind) | {"prompt": written})
-    body = _body(wish, model, kind) | {"messages": list(prompt.messages)}
+    body = _body(wish, model, kind) | {"messages": [_as_sent(message) for message in prompt.messages]}
     if prompt.tools:
         body["tools"] = list(prompt.tools)
     return _CHAT, _json(body)
@@ -48,7 +50,26 @@ def _body(wish: Wish, model: str, kind: RuntimeKind) -> dict[str, Any]:
     """The fields that both of OpenAI's routes have."""
     common = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
     form = _form(wish.params, kind, is_chat=isinstance(wish.prompt, ChatPrompt))
-    return common | _sampling(wish.params) | form
+    return common | _sampling(wish.params) | (_models_own(wish.params) if kind == "vllm" else {}) | form
+
+
+def _as_sent(message: Message) -> Message:
+    """A message with the arguments of its calls as JSON, as clients send them. Templates get the values."""
+    if not (calls := message.get("tool_calls")):
+        return message
+    return {**message, "tool_calls": [{**call, "function": _with_json(call["function"])} for call in calls]}
+
+
+def _with_json(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    return {**function, "arguments": arguments if isinstance(arguments, str) else _json(arguments).decode()}
+
+
+def _models_own(params: SamplingParams) -> dict[str, Any]:
+    """Fields that vLLM takes from the model's generation_config.json where they are left out."""
+    found = {name: getattr(params, name) for name in ("top_p", "min_p", "repetition_penalty")}
+    # Versions before 0.9 refuse 0.
+    return found | {"top_k": params.top_k or -1}
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
@@ -103,5 +124,5 @@ def _tgi_grammar(name: str, value: Any) -> dict[str, Any]:
     return {"type": "json" if name == "json_schema" else name, "value": value}
 
 
-def _json(body: dict[str, Any]) -> bytes:
+def _json(body: Any) -> bytes:
     return json.dumps(body, ensure_ascii=False).encode()

@@ -15,7 +15,6 @@ from penstock.workers.generation.stop_strings import first_stop, held_back
 __all__ = ["TextStream", "decode"]
 
 _INCOMPLETE: Final = "\ufffd"
-_MOST_INCOMPLETE: Final = 3
 """A character of UTF-8 has four bytes, so three can wait for the last."""
 
 
@@ -110,8 +109,10 @@ class TextStream:
     def _extend(self, *, is_last: bool) -> None:
         before = self._decode(self._tokens[self._context : self._read])
         found = self._decode(self._tokens[self._context :])
-        stable = found if is_last else _without_incomplete(found)
-        searched_from = max(0, len(self._text) - self._longest - _MOST_INCOMPLETE)
+        # Of a character that has begun, each byte may be one of these, and those of whole characters beside it, too:
+        # tokenizers that fall back to bytes decode a run of them as a whole.
+        stable = found if is_last else found.rstrip(_INCOMPLETE)
+        searched_from = max(0, len(self._text) - self._longest)
         self._text = self._whole + stable[len(before) :]
         if stable == found and len(found) > len(before):
             self._whole = self._text
@@ -124,9 +125,3 @@ class TextStream:
         elif (found := first_stop(self._text, self._stops, start, self._free)) is not None:
             place, self.stopped_by = found
             self._text = self._text[:place]
-
-
-def _without_incomplete(text: str) -> str:
-    for _ in range(_MOST_INCOMPLETE):
-        text = text.removesuffix(_INCOMPLETE)
-    return text

@@ -93,5 +93,7 @@ def output(first: GenerationRequest) -> RequestOutput:
 def _best(texts: list[GenerationRequest], number: int) -> list[GenerationRequest]:
     if number == len(texts):
         return texts
-    # Texts of equal rank stay in the order of their seeds.
-    return sorted(texts, key=lambda each: -each.logprob_sum / max(1, each.num_generated))[:number]
+    # Texts of equal rank stay in the order of their seeds. One without a token has no probability to be compared.
+    return sorted(texts, key=lambda each: (not each.num_generated, -each.logprob_sum / max(1, each.num_generated)))[
+        :number
+    ]

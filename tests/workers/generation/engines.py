@@ -15,7 +15,16 @@ from penstock.workers.generation.model import wrap_decoder
 from penstock.workers.generation.probe import probe
 from tests.workers.generation.architectures import VOCAB, decoder
 
-__all__ = ["GREEDY", "byte_tokenizer", "engine_with_pages", "open_engine", "prompts_of", "token_ids", "write_model"]
+__all__ = [
+    "GREEDY",
+    "byte_tokenizer",
+    "fallback_tokenizer",
+    "engine_with_pages",
+    "open_engine",
+    "prompts_of",
+    "token_ids",
+    "write_model",
+]
 
 GREEDY: Final = SamplingParams(temperature=0, max_tokens=16)
 _END: Final = "</s>"
@@ -60,6 +69,16 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_TEXTS, trainer)
+    options: dict[str, Any] = {"eos_token": _END, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
+
+
+def fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """Two tokens of text and one for each byte, decoded as those of Llama 2, Mistral and Gemma: a run of bytes as a
+    whole. A byte is the token of its number."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {_END: 256, "\u2581": 257, "a": 258}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     options: dict[str, Any] = {"eos_token": _END, "clean_up_tokenization_spaces": False}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 

@@ -15,9 +15,19 @@ from penstock.registry.errors import ConfigurationError, InvalidInput
 from penstock.workers.generation import CacheConfig, Config, Engine, SamplingParams, SchedulerConfig
 from penstock.workers.generation.backend import Delivered
 from tests.workers.generation.architectures import ARCHITECTURES, decoder, reference
-from tests.workers.generation.engines import GREEDY, engine_with_pages, open_engine, prompts_of, token_ids, write_model
+from tests.workers.generation.engines import (
+    GREEDY,
+    byte_tokenizer,
+    engine_with_pages,
+    open_engine,
+    prompts_of,
+    token_ids,
+    write_model,
+)
 
 TEXT = "the stream of the river"
+ODD = 90
+"""The token that OddTokenizer has not."""
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +211,50 @@ def test_a_closed_stream_is_aborted(engine):
     stream.close()
     assert engine.stats().pages_used == 0
     assert not engine.has_unfinished_requests
+
+
+def test_a_stream_that_was_never_read_is_aborted(engine):
+    """Closed, or dropped."""
+    engine.stream(TEXT, SamplingParams(max_tokens=100, ignore_eos=True)).close()
+    assert not engine.has_unfinished_requests
+    engine.stream(TEXT, SamplingParams(max_tokens=100, ignore_eos=True))
+    assert not engine.has_unfinished_requests
+
+
+class OddTokenizer:
+    """One that raises for an id that it has not, as some do that are written in Python: a model may have more."""
+
+    eos_token_id = None
+    chat_template = None
+    is_fast = False
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, *texts: Any, **options: Any) -> Any:
+        return self._tokenizer(*texts, **options)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        if ODD in ids:
+            raise TypeError("no such token")
+        return str(self._tokenizer.decode(ids, **options))
+
+
+@pytest.mark.parametrize("stop", [(), ("zz",)])
+def test_a_text_that_cannot_be_decoded_fails_alone(stop: tuple[str, ...]):
+    """It has ended with its error, its pages come back, and the next one gets its seat."""
+    tokenizer = OddTokenizer(byte_tokenizer())
+    engine = open_engine(decoder("Llama"), tokenizer, max_num_seqs=1, page_size=4, kv_cache_mb=1)
+    sick = SamplingParams(temperature=0, max_tokens=4, logit_bias={ODD: 100}, stop=stop)
+    with pytest.raises(TypeError, match="no such token"):
+        engine.generate([[1, 2, 3]], sick)
+    assert (engine.stats().running, engine.stats().waiting, engine.stats().pages_used) == (0, 0, 0)
+    assert not engine.has_unfinished_requests
+    (sound,) = engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2, allowed_token_ids=[5, 6]))
+    assert len(sound.outputs[0].token_ids) == 2
 
 
 @pytest.mark.slow

@@ -163,6 +163,21 @@ def test_nobody_is_displaced_in_vain():
     assert planner.num_preemptions == 0
 
 
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_pages_that_it_shares_with_a_victim_are_no_gain(is_shared: bool):
+    """A common beginning in the prefix cache: the newcomer counts on these pages already, and needs others."""
+    pool = PagePool(13, 4, PrefixCache(4, 12))
+    planner = Scheduler(SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=64), pool)
+    system = list(range(100, 124))
+    planner.add(Sequence("other", list(range(12)), 12, priority=CRITICAL))
+    planner.add(Sequence("low", [*system, 1], 25, priority=LOW))
+    step(planner)
+    begin = system if is_shared else [7] * 24
+    planner.add(Sequence("critical", begin + [2] * 15, 39, priority=CRITICAL))
+    assert step(planner) == ["other", "low"]
+    assert planner.num_preemptions == 0
+
+
 def test_the_last_in_order_gives_way_when_pages_are_short():
     """The victim is not in the plan, and its pages go to the request before it."""
     planner = scheduler(num_pages=4, page_size=4, max_num_seqs=4, max_num_batched_tokens=64)

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from penstock.registry.chat_messages import checked_messages
 from penstock.registry.errors import ConfigurationError, ForwardTimeout, InvalidInput, ModelError, ModelNotReady
 from penstock.registry.package.generation import Generation
 from penstock.registry.sampling_params import SamplingParams
+from penstock.workers.generation import server_backend
 from penstock.workers.generation.backend import Delivered, Wish
 from penstock.workers.generation.chat import ChatPrompt
 from penstock.workers.generation.outputs import RequestOutput, Usage
@@ -126,6 +128,18 @@ def test_chats_have_messages_with_calls():
     assert asked.path == "/v1/chat/completions"
     assert (asked.body["messages"], asked.body["tools"]) == (prompt.messages, tools)
     assert asked.body["response_format"]["json_schema"]["schema"] == {"type": "object"}
+
+
+def test_calls_of_earlier_turns_have_their_arguments_as_json():
+    """As clients send them. Templates get the values, so the chat has these."""
+    call = {"id": "x", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Zürich"}'}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "9"}]
+    checked = checked_messages(messages)
+    assert checked[0]["tool_calls"][0]["function"]["arguments"] == {"city": "Zürich"}
+    with serving(Reply([chat_event("stop", content="a"), usage(), DONE])) as (server, backend):
+        read(backend, ChatPrompt(checked))
+        sent, *_ = server.asked[0].body["messages"]
+    assert sent["tool_calls"] == [call]
 
 
 @pytest.mark.parametrize(
@@ -317,6 +331,31 @@ def test_time_of_a_job_ends_its_text_as_it_is():
         wish: dict[str, Any] = {"delivered": Delivered((), "hel"), "params": SamplingParams(timeout_s=0.1)}
         late = read(backend, **wish).outputs[0]
     assert (late.text, late.finish_reason) == ("hel", "timeout")
+
+
+def test_text_that_ends_just_behind_its_time(monkeypatch: pytest.MonkeyPatch):
+    """The last token is late, and the usage that follows is not awaited: the text ends as it is."""
+    now = [0.0]
+
+    class Call:
+        """A server whose last token comes 10 ms behind the time."""
+
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def post(self, *_: Any) -> Iterator[bytes]:
+            yield event("hel").encode()
+            now[0] = 1.01
+            yield event("lo", "stop").encode()
+            yield usage(2, 5).encode()
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(server_backend, "ServerCall", Call)
+    backend = ServerBackend(
+        Generation(runtime_url="http://127.0.0.1:9", runtime_kind="vllm"), "writer", (), {}, clock=lambda: now[0]
+    )
+    found = read(backend, params=SamplingParams(max_tokens=8, temperature=0, timeout_s=1.0))
+    assert (found.finished, found.outputs[0].text, found.outputs[0].finish_reason) == (True, "hello", "stop")
 
 
 def test_stopped_backend_waits_for_no_server():

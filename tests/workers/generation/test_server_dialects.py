@@ -107,6 +107,17 @@ def test_form_in_openais_names_is_no_form_for_vllm():
         assert read(backend, params={"regex": "[ab]+"}).outputs[0].text == WHOLE
 
 
+def test_vllm_gets_each_field_that_the_model_might_fill_in():
+    """It takes those that are left out from the model's generation_config.json: the text would be another one."""
+    with serving(vllm(), runtime_kind="vllm") as (server, backend):
+        read(backend, params={"temperature": 0})
+        read(backend, params={"top_k": 5, "top_p": 0.5})
+        first, second = (each.body for each in server.asked)
+    names = ("top_p", "top_k", "min_p", "repetition_penalty")
+    assert [first[name] for name in names] == [1, -1, 0, 1]
+    assert [second[name] for name in names] == [0.5, 5, 0, 1]
+
+
 @pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams)])
 @pytest.mark.parametrize("is_chat", [False, True], ids=["prompt", "chat"])
 @pytest.mark.parametrize("kind", ["vllm", "tgi"])

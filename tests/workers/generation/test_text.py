@@ -7,9 +7,10 @@ import random
 import pytest
 
 from penstock.workers.generation.text import TextStream, decode
-from tests.workers.generation.engines import byte_tokenizer
+from tests.workers.generation.engines import byte_tokenizer, fallback_tokenizer
 
 TOKENIZER = byte_tokenizer()
+FALLBACK = fallback_tokenizer()
 TEXTS = ["plain words, and more", "größe naïve café", "日本語のテキスト", "🙂🙃 and 👩‍👩‍👧", "x\ufffdy", "e\u0301"]
 
 
@@ -52,6 +53,31 @@ def test_random_tokens_give_what_is_decoded_at_once():
         tokens = [chosen.randrange(1, len(TOKENIZER)) for _ in range(chosen.randrange(1, 40))]
         found, stream = deltas(tokens)
         assert "".join(found) == stream.text == decode(TOKENIZER, tokens)
+
+
+def test_bytes_of_a_fallback_give_whole_characters():
+    """One byte that begins a character turns each byte beside it into a sign for a part of one, as many as there are.
+
+    For random texts, stops and pieces, a stream gives what is decoded at once and cut.
+    """
+    chosen = random.Random(2)
+    stops = [(), ("🙂",), ("日本", "a")]
+    for number in range(600):
+        text = (
+            "日本🙂🙃é" if number == 0 else "".join(chosen.choice("aé 日本🙂ß") for _ in range(chosen.randrange(1, 15)))
+        )
+        tokens = [token for each in text for token in ({"a": [258], " ": [257]}.get(each) or each.encode())]
+        stream = TextStream(FALLBACK, ends := chosen.choice(stops) if number else ())
+        found, start = "", 0
+        while start < len(tokens):
+            size = chosen.randrange(1, 6) if number else 1
+            stream.push(tokens[start : start + size])
+            found += stream.take(is_last=False)
+            start += size
+        stream.finish()
+        found += stream.take(is_last=True)
+        places = [place for stop in ends if (place := text.find(stop)) >= 0]
+        assert found == stream.text == text[: min(places, default=len(text))]
 
 
 def test_an_incomplete_end_is_shown_at_the_end():

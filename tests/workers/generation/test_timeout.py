@@ -44,6 +44,21 @@ def test_a_request_ends_at_its_time():
     assert engine.stats().pages_used == 0
 
 
+def test_a_text_without_a_token_is_never_the_best():
+    """best_of with fewer seats than texts: those that wait when the time is up have nothing to be compared by."""
+    now = [100.0]
+    config = Config.from_options({"max_num_seqs": 2, "kv_cache_mb": 2, "packed_linears": "off"})
+    engine = Engine(wrap_decoder(decoder("Llama"), None, None), config, clock=lambda: now[0])
+    engine.add_request("job", prompts_of(9)[0], SamplingParams(best_of=3, seed=1, max_tokens=20, timeout_s=5))
+    for _ in range(8):
+        engine.step()
+    now[0] = 106.0
+    (output,) = engine.step()
+    assert output.outputs[0].finish_reason == "timeout"
+    assert len(output.outputs[0].token_ids) > 0
+    assert output.usage.completion_tokens > len(output.outputs[0].token_ids)
+
+
 def test_the_time_of_a_continued_request_counts_from_its_first_start():
     """ES-061: another engine gives it the rest only, or nothing but what was delivered."""
     now = [100.0]
