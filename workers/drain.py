@@ -158,6 +158,8 @@ class Drain:
         self._thread.join(max(0.0, grace_s - _FORWARD_HERE_S))
         if (run := self.parts.executor.here) is not None:
             with suppress(BrokerUnavailable):
+                # It may have begun since.
+                self.give_back_others()
                 self._broker.release(self.consumer, run.held)
             return
         # A last commit may have to wait for the broker once.
@@ -402,6 +404,9 @@ class Drain:
             self._form()
 
     def _form(self) -> None:
+        if self.parts.stop.is_set:
+            # Another thread may have given these jobs back already; see `wind_up`.
+            return
         for job, version in self._backlog.take_stranded():
             self._put(job, Suspect(version))
         self._refuse_late_followers()
@@ -542,11 +547,11 @@ class Drain:
 
     def _refuse_late_followers(self) -> None:
         """A follower begins with its leader: what has begun in time goes on."""
-        flights = self.parts.flights
-        if flights.has_followers:
-            broker_now = self._broker.now_ms()
-            begun = {item.job for run in self.parts.executor.running() for item in run.batch.items}
-            late = flights.take_followers(lambda leader, job: broker_now > job.expires_ms and leader not in begun)
+        flights, broker_now = self.parts.flights, self._broker.now_ms()
+        if flights.may_have_late(broker_now):
+            formed = (item.job for run in self.parts.executor.waiting() for item in run.batch.items)
+            unbegun = {*self._backlog, *formed}
+            late = flights.take_followers(lambda leader, job: broker_now > job.expires_ms and leader in unbegun)
             self._completer.refuse(late, EXPIRED)
 
     def _dead_letter_deferred(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import select
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -211,6 +212,55 @@ def test_disarmed_claim_takes_nothing_more(broker: Broker, worker: Broker, slot:
     assert ids(worker.disarm()) == handed
     later = publish(broker, slot)
     assert ids(claim(broker, "w2", slot)) == later
+
+
+def unblock_elsewhere(worker: Broker) -> None:
+    """As the thread does that stops a worker: the one that owns the claim is busy."""
+    thread = threading.Thread(target=worker.unblock)
+    thread.start()
+    thread.join()
+
+
+def test_an_unblocked_claim_takes_no_later_job(broker: Broker, worker: Broker, slot: str):
+    """Another worker can claim it. The answer is empty, and the next armed claim works."""
+    worker.prepare([slot])
+    worker.arm("w", [slot], 3, 60_000)
+    unblock_elsewhere(worker)
+    later = publish(broker, slot)
+    assert ids(claim(broker, "w2", slot)) == later
+    assert worker.collect() == []
+    worker.arm("w", [slot], 3, 60_000)
+    handed = publish(broker, slot)
+    assert is_readable(worker)
+    assert ids(worker.collect()) == handed
+
+
+@pytest.mark.parametrize("withdraws", [True, False])
+def test_an_unblocked_claim_keeps_the_jobs_that_it_has_taken(
+    withdraws: bool, broker: Broker, worker: Broker, slot: str
+):
+    """Whichever way they are fetched; it is unblocked twice here."""
+    worker.prepare([slot])
+    worker.arm("w", [slot], 3, 60_000)
+    handed = publish(broker, slot)
+    assert is_readable(worker)
+    unblock_elsewhere(worker)
+    later = publish(broker, slot)
+    unblock_elsewhere(worker)
+    assert ids(worker.disarm() if withdraws else worker.collect()) == handed
+    assert ids(claim(broker, "w2", slot)) == later
+
+
+def test_unblocking_without_an_armed_claim_is_harmless(broker: Broker, worker: Broker, slot: str):
+    """Before the first claim was armed, and after an answer was collected; the next claim waits as ever."""
+    worker.prepare([slot])
+    unblock_elsewhere(worker)
+    for _ in range(2):
+        worker.arm("w", [slot], 3, 60_000)
+        published = publish(broker, slot)
+        assert is_readable(worker)
+        assert ids(worker.collect()) == published
+        unblock_elsewhere(worker)
 
 
 def test_disarming_without_an_armed_claim_is_harmless(worker: Broker, slot: str):

@@ -136,6 +136,25 @@ def test_expired_jobs_keep_their_room_until_they_end(shelf: Shelf):
     assert shelf.rooms == (2, 1)
 
 
+def test_suspects_and_sought_jobs_expire_as_pending_ones_do(shelf: Shelf):
+    """Those of the version whose time has passed; they keep their room, and the others stay where they are."""
+    late = [job_of(crashes=crashes, expires_ms=10) for crashes in (0, 1, 0)]
+    sound = [job_of(crashes=crashes, expires_ms=11) for crashes in (0, 1, 0)]
+    others = [job_of(model="other", crashes=crashes, expires_ms=1) for crashes in (0, 1, 0)]
+    for version, (pending, suspect, sought) in (
+        (shelf.double, late),
+        (shelf.double, sound),
+        (shelf.other, others),
+    ):
+        shelf.backlog.add(version, [pending])
+        shelf.backlog.add_suspect(version, suspect)
+        shelf.backlog.add_sought(version, [sought])
+    assert shelf.backlog.take_expired(shelf.double, 10.0) == []
+    assert shelf.backlog.take_expired(shelf.double, 11.0) == [Waiting(job, shelf.double) for job in late]
+    assert shelf.rooms == (6, 3)
+    assert sorted(map(id, shelf.backlog)) == sorted(map(id, [*sound, *others]))
+
+
 def test_suspects_run_in_the_order_in_which_they_came(shelf: Shelf):
     """One that could not run yet goes behind the others."""
     first, second = job_of(crashes=1), job_of(crashes=1)
@@ -147,6 +166,19 @@ def test_suspects_run_in_the_order_in_which_they_came(shelf: Shelf):
     assert [shelf.backlog.pop_suspect()[1] for _ in range(2)] == [second, first]
     with pytest.raises(IndexError):
         shelf.backlog.pop_suspect()
+
+
+@pytest.mark.parametrize("state", list(VersionState))
+def test_a_suspect_can_run_where_its_version_is_loaded(state: VersionState):
+    """Another one, whose version is not, changes nothing."""
+    version, other = ready_version(), cold_version(spec_of(name="other"), 4)
+    backlog = Backlog(deque([other, version]))
+    backlog.add_suspect(other, job_of(model="other", crashes=1))
+    assert not backlog.has_ready_suspects
+    backlog.add_suspect(version, job_of(crashes=1))
+    version.state = state
+    assert backlog.has_ready_suspects is version.is_ready
+    assert version.is_ready is (state is VersionState.READY)
 
 
 def test_a_search_looks_at_new_unplaced_jobs_and_now_and_then_at_all(shelf: Shelf):

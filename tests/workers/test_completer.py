@@ -327,6 +327,41 @@ def test_large_results_are_sealed_a_round_trip_at_a_time(harness: Harness):
     assert (harness.completer.has_work, harness.version.queue.unsent_bytes, len(harness.leased)) == (False, 0, 0)
 
 
+def test_large_results_are_sent_though_each_turn_has_small_joint_ones(harness: Harness):
+    """The results of a whole batch are committed as one in each turn, and beside them a part of the large ones."""
+    large = [job_of() for _ in range(3)]
+    harness.completer.collect([harness.run_large(*large)])
+    opened, keys = OpenedJobs(UNSIGNED), JobKeys(isolates_tenants=True)
+    turns = []
+    for number in range(2):
+        small = [opened.open(2 * number + each) for each in range(2)]
+        keys.begin_all(small, "1")
+        run = harness.run(*small)
+        run.answers = JointAnswers({"y": np.concatenate([job.inputs["x"] for job in small]) * 2}, small)
+        harness.completer.collect([run])
+        assert harness.completer.seal() == []
+        turns.append([commit.job_id for commit in harness.completer.commits][2:])
+        settlement = harness.completer.settle([CommitStatus.COMMITTED] * (2 + len(turns[-1])), 100.0)
+        assert [completed.jobs for completed in settlement.completed] == [small], "they are joint ones"
+    assert turns == [[job.header.id for job in part] for part in (large[:2], large[2:])]
+    assert not harness.completer.has_work
+
+
+def test_no_large_result_is_sealed_while_joint_ones_wait_for_the_broker(harness: Harness):
+    """It is away: a large result beside them in each turn would be another copy in memory each time."""
+    opened, keys = OpenedJobs(UNSIGNED), JobKeys(isolates_tenants=True)
+    small = [opened.open(number) for number in range(2)]
+    keys.begin_all(small, "1")
+    run = harness.run(*small)
+    run.answers = JointAnswers({"y": np.concatenate([job.inputs["x"] for job in small]) * 2}, small)
+    harness.completer.collect([run])
+    harness.completer.seal()
+    harness.completer.collect([harness.run_large(job_of(), nbytes=TURN_BYTES + 1)])
+    for _ in range(2):
+        harness.completer.seal()
+        assert [commit.job_id for commit in harness.completer.commits] == [job.header.id for job in small]
+
+
 def test_a_result_larger_than_a_round_trip_goes_alone(harness: Harness):
     """Two of them take two turns."""
     jobs = [job_of() for _ in range(2)]

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from penstock.registry.broker.base import State
+from penstock.workers.batch_run import BatchRun
 from tests.packages import write_sleeper
-from tests.workers.stepped import SteppedHarness, open_harness
+from tests.workers.stepped import SteppedHarness, SteppedWorker, open_harness
 
 
 @pytest.fixture
@@ -55,6 +56,53 @@ def test_job_of_a_formed_batch_expires_while_the_device_is_busy(harness: Stepped
     worker.end(work)
     worker.forwards()
     assert [harness.answer(job) for job in (*running, patient)] == [2, 8]
+
+
+@pytest.mark.parametrize("is_formed", [False, True])
+def test_a_follower_expires_while_its_leader_waits(is_formed: bool, harness: SteppedHarness):
+    """Also if the batch of its leader is formed. The leader and its other follower go on."""
+    worker = harness.start_worker()
+    running = harness.publish("double", 1)
+    work = worker.begin_next()
+    leader, *beside = harness.publish("double", 7, *([8] if is_formed else []))
+    worker.turn(2)
+    assert len(worker.drain.parts.executor.waiting()) == is_formed
+    (late,), (patient,) = harness.publish("double", 7, deadline_s=0.4), harness.publish("double", 7)
+    worker.turn(2)
+    assert worker.counted("penstock_single_flight") == 2
+    harness.pass_time(1)
+    assert harness.state(late) is State.EXPIRED
+    assert harness.answer(late) == "Expired"
+    assert [harness.state(job) for job in (*running, leader, *beside, patient)] == [State.QUEUED] * (4 if beside else 3)
+    worker.end(work)
+    worker.forwards()
+    assert [harness.answer(job) for job in (*running, leader, *beside, patient)] == [2, 14, *([16] * is_formed), 14]
+    assert worker.drain.readiness[1]["in_memory"] == 0
+
+
+def begun_with_follower(harness: SteppedHarness, worker: SteppedWorker) -> tuple[BatchRun, str, str]:
+    """A forward that has begun, its only job, and a follower of that job whose time is over by now."""
+    (leader,), (follower,) = harness.publish("double", 7), harness.publish("double", 7, deadline_s=0.4)
+    run = worker.begin_next()
+    assert worker.counted("penstock_single_flight") == 1
+    assert [job.header.id for job in run.jobs] == [leader]
+    harness.pass_time(1)
+    return run, leader, follower
+
+
+def test_a_follower_has_begun_with_its_leader(harness: SteppedHarness):
+    """Its time passes during the forward: it goes on, as a job of that batch would."""
+    worker = harness.start_worker()
+    _, leader, follower = begun_with_follower(harness, worker)
+    assert [harness.state(job) for job in (leader, follower)] == [State.QUEUED] * 2
+
+
+def test_a_follower_that_has_begun_gets_the_answer(harness: SteppedHarness):
+    """Its time passed during the forward of its leader."""
+    worker = harness.start_worker()
+    run, leader, follower = begun_with_follower(harness, worker)
+    worker.end(run)
+    assert [harness.answer(job) for job in (leader, follower)] == [14, 14]
 
 
 def test_overdue_jobs_of_a_paused_model_end(harness: SteppedHarness):

@@ -37,6 +37,7 @@ from penstock.workers.batch_run import BatchRun
 from penstock.workers.drain import Drain
 from penstock.workers.observe.listener import NullListener
 from penstock.workers.observe.metrics import InferenceMetrics
+from tests.flow.conftest import amend
 from tests.packages import recorded_forwards, write_double, write_package, write_raiser, write_recorder
 from tests.servers import ROOT, RedisServer, wait_until
 from tests.workers.doubles import job_of
@@ -362,6 +363,25 @@ def test_equal_of_a_withdrawn_job_still_runs(start: StartDrain, models_root: Pat
     assert [rows for rows in recorded_forwards(forward_log) if 21 in rows] == [[21]]
 
 
+def test_a_cancelled_follower_leaves_while_its_leader_waits(harness: SteppedHarness, models_root: Path):
+    """Its client hears so at once; the leader and its other follower are answered."""
+    write_double(models_root)
+    worker = harness.start_worker()
+    harness.publish("double", 1)
+    run = worker.begin_next()
+    leader, cancelled, other = (harness.publish("double", 7)[0] for _ in range(3))
+    worker.turn(2)
+    assert worker.counted("penstock_single_flight") == 2
+    harness.broker.cancel(cancelled, "acme", b"")
+    harness.pass_time(3)
+    assert harness.state(cancelled) is State.CANCELLED
+    assert [harness.state(job) for job in (leader, other)] == [State.QUEUED] * 2
+    worker.end(run)
+    worker.forwards()
+    assert [harness.answer(job) for job in (leader, other)] == [14, 14]
+    assert len(worker.drain.parts.leased) == 0
+
+
 def test_jobs_of_a_model_with_chance_in_it_run_each(start: StartDrain, models_root: Path, slot: str, tmp_path: Path):
     """A model that is declared not to be deterministic gets every one of equal jobs."""
     forward_log = tmp_path / "forward_log"
@@ -546,3 +566,161 @@ def test_reports_wait_a_moment_for_the_next_job(harness: SteppedHarness, models_
     worker.turn()
     assert worker.drain.parts.telemetry.batches == 1
     assert worker.drain.sleep_s() > 1.0
+
+
+class HeldForward:
+    """A worker whose I/O thread is in a forward, until the test lets it go on; further jobs wait behind it.
+
+    held: the number of that forward. The first one is behind no results to send, so there is no blocking claim then.
+    """
+
+    def __init__(
+        self, start: StartDrain, models_root: Path, slot: str, monkeypatch: pytest.MonkeyPatch, *, held: int
+    ) -> None:
+        shutil.copytree(ROOT / "models" / "mlp", models_root / slot)
+        amend(models_root / slot / "1", name=slot, batching={"max_batch_size": 2})
+        self.slot, self._held = slot, held
+        self.harness = start(load=False)
+        self.drain = self.harness.drain
+        self.begun: list[list[str]] = []
+        """The jobs of each forward."""
+        self.threads: list[str] = []
+        self._is_held, self._may_go = threading.Event(), threading.Event()
+        self._run = self.drain.parts.executor.run
+        monkeypatch.setattr(self.drain.parts.executor, "run", self._hold)
+        self.drain.load()
+        (version,) = self.drain.lifecycle.turns
+        for _ in range(KNOWN):
+            version.queue.note_forward(0.0001)
+        # A busy machine makes no forward a long one.
+        monkeypatch.setattr(version.queue, "note_forward", lambda _seconds: None)
+        self.drain.start()
+        wait_until(lambda: self.drain.is_at_rest, 30, "the blocking claim waits for jobs")
+        jobs = self.publish(2 * held + 1)
+        assert self._is_held.wait(60)
+        assert self.threads == ["drain"] * held
+        assert self.drain.parts.claimer.is_armed is (held > 1)
+        done = 2 * (held - 1)
+        self.running, self.waiting = jobs[done : done + 2], jobs[done + 2 :]
+        assert self.begun[-1] == self.running
+        assert self.are_claimed(jobs[done:])
+
+    def _hold(self, run: BatchRun) -> None:
+        self.begun.append([job.header.id for job in run.jobs])
+        self.threads.append(threading.current_thread().name)
+        if len(self.begun) == self._held:
+            self._is_held.set()
+            self._may_go.wait(120)
+        self._run(run)
+
+    def let_go(self) -> None:
+        """The forward ends, and the thread after it."""
+        self._may_go.set()
+        self.drain._thread.join(60)
+        assert not self.drain._thread.is_alive()
+
+    def publish(self, count: int) -> list[str]:
+        """So many jobs; their ids."""
+        builder, spec = self.harness._builder, self.harness._models[self.slot]
+        jobs = [builder.build(spec, {"x": [[float(number)] * 384]}, SubmitOptions()) for number in range(count)]
+        self.harness.broker.publish(self.slot, jobs, ROOMY)
+        return [job.job_id for job in jobs]
+
+    def are_claimed(self, jobs: Sequence[str]) -> bool:
+        """Whether this worker holds all of these jobs; otherwise it must hold none."""
+        holders = {record.holder for job in jobs if (record := self.harness.broker.job_record(job)) is not None}
+        assert holders <= {"", self.drain.consumer}
+        return holders == {self.drain.consumer}
+
+    def are_free(self, jobs: Sequence[str]) -> bool:
+        """Whether these jobs wait for a worker."""
+        records = [self.harness.broker.job_record(job) for job in jobs]
+        return all(record and record.state is State.QUEUED and not record.is_claimed for record in records)
+
+
+def test_a_stop_gives_back_the_jobs_behind_a_forward_on_the_io_thread(
+    start: StartDrain, models_root: Path, slot: str, monkeypatch: pytest.MonkeyPatch
+):
+    """At once, while that forward has its grace; the blocking claim takes no later job. The forward is committed."""
+    held = HeldForward(start, models_root, slot, monkeypatch, held=2)
+    stopping = threading.Thread(target=held.drain.stop, args=(600.0,), daemon=True)
+    stopping.start()
+    wait_until(lambda: held.are_free(held.waiting), 30, "the jobs behind the forward are given back")
+    later = held.publish(3)
+    assert held.are_free(later)
+    assert held.are_claimed(held.running)
+    held.let_go()
+    stopping.join(60)
+    assert not stopping.is_alive()
+    assert {held.harness.state(job) for job in held.running} == {State.COMPLETED}
+    assert held.are_free([*held.waiting, *later])
+
+
+@pytest.mark.parametrize("forward", [1, 2])
+def test_a_forward_on_the_io_thread_that_outlasts_the_grace_is_given_up(
+    forward: int, start: StartDrain, models_root: Path, slot: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Its jobs run elsewhere, as those do that waited behind it; its own results come too late."""
+    held = HeldForward(start, models_root, slot, monkeypatch, held=forward)
+    held.drain.wind_up(0.0)
+    assert held.are_free([*held.running, *held.waiting])
+    assert held.are_free(held.publish(1))
+    held.let_go()
+    assert held.are_free([*held.running, *held.waiting])
+
+
+def test_jobs_that_a_stop_has_given_back_do_not_begin(
+    start: StartDrain, models_root: Path, slot: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Another worker has them by now."""
+    held = HeldForward(start, models_root, slot, monkeypatch, held=1)
+    stopping = threading.Thread(target=held.drain.wind_up, args=(600.0,), daemon=True)
+    stopping.start()
+    wait_until(lambda: held.are_free(held.waiting), 30, "the jobs behind the forward are given back")
+    held.let_go()
+    stopping.join(60)
+    assert held.begun == [held.running]
+
+
+def test_a_long_forward_on_the_io_thread_was_progress(
+    harness: SteppedHarness, models_root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It is within its limit: the process is healthy while it runs and right behind it, until that is long ago."""
+    shutil.copytree(ROOT / "models" / "mlp", models_root / "mlp")
+    worker = harness.start_worker()
+    drain, executor = worker.drain, worker.drain.parts.executor
+    (version,) = drain.lifecycle.turns
+    for _ in range(KNOWN):
+        version.queue.note_forward(0.0001)
+    # This thread takes the turns of both.
+    monkeypatch.setattr(drain, "_thread", threading.current_thread())
+    monkeypatch.setattr(drain.leases, "_thread", threading.current_thread())
+    monkeypatch.setattr(drain, "_is_ready", True)
+    progress_s = drain._limits.progress_s
+    version.policy = replace(version.policy, timeout_s=4 * progress_s)
+    run, run_kept = executor.run, executor.run_kept
+    seen: list[str | None] = []
+
+    def lasts(batch: BatchRun) -> None:
+        harness.now += 2 * progress_s
+        drain.leases.tick()
+        seen.append(drain.unhealthy_reason())
+        run(batch)
+
+    def looks_behind() -> None:
+        run_kept()
+        seen.append(drain.unhealthy_reason())
+
+    monkeypatch.setattr(executor, "run", lasts)
+    executor.start()
+    worker.turn(3)
+    monkeypatch.setattr(executor, "run_kept", looks_behind)
+    (job,) = harness.publish_inputs("mlp", {"x": [[1.0] * 384]})
+    worker.turn(2)
+    assert harness.state(job) is State.COMPLETED
+    assert seen
+    assert set(seen) == {None}
+    harness.now += progress_s + 1
+    drain.leases.tick()
+    assert drain.unhealthy_reason() == f"the drain thread has made no progress for {progress_s:g} s"
+    executor.stop()

@@ -300,6 +300,38 @@ def test_a_device_that_is_lost_on_the_calling_thread_is_noted():
     assert [what for what, _, _ in journal.told] == ["begin"]
 
 
+def test_the_calling_thread_runs_the_batch_that_it_is_given():
+    """Another one stands before the batch that was kept. It has begun, so it is run; a model thread has the other."""
+    executor = executor_of()
+    first, kept = work_of(Device(fits(16)), [[1.0]]), work_of(Device(fits(16)), [[2.0]])
+    executor.submit(first, prepare_apart=False)
+    executor.keep(kept)
+    executor.run_kept()
+    assert len(first.answers) == 1
+    assert (executor.take_done(), executor.running(), executor.here) == ([first], [], None)
+    assert executor.waiting() == [kept]
+    assert executor.begin("a model thread") is kept
+
+
+def test_it_is_known_when_the_calling_thread_has_left_a_run():
+    """At its end, also if the device was lost, and before other threads see that it has left."""
+    now = [5.0]
+
+    def forward(rows: Array) -> Array:
+        now[0] += 60.0
+        if (rows < 0).any():
+            raise DeviceLost("cuda:0: an illegal access")
+        return rows
+
+    executor = executor_of(clock=lambda: now[0])
+    executor.run_kept()
+    assert executor.left_at == 0.0, "there was none"
+    for number, left_at in ((1.0, 65.0), (-1.0, 125.0)):
+        executor.keep(work_of(Device(forward), [[number]]))
+        executor.run_kept()
+        assert executor.left_at == left_at
+
+
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_a_run_on_the_calling_thread_that_exceeds_its_limit_condemns_the_process(is_alone: bool):
     """Other threads see it from its limit on; the journal has the note if no job has another forward."""

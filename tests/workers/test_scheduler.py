@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -307,6 +308,48 @@ def test_a_suspect_whose_version_is_loading_delays_no_other_job():
     assert (harness.backlog.suspects, loading.queue.in_memory) == (1, 1)
     loading.state = VersionState.READY
     assert harness.forward() == [suspect]
+
+
+def test_behind_the_last_suspect_a_batch_that_is_kept_is_the_only_one():
+    """Two batches are due: a model thread would take the second one beside it, and nobody would run the first one."""
+    version = quick_version()
+    version.queue.row_bytes = 4
+    harness = Harness(version)
+    suspect = job_of(crashes=1)
+    harness.backlog.add_suspect(version, suspect)
+    others = harness.add(version, 32)
+    assert harness.forward() == [suspect]
+    harness.executor.take_done()
+    for jobs in (others[:16], others[16:]):
+        harness.scheduler.dispatch()
+        assert [run.jobs for run in harness.executor.waiting()] == [jobs]
+        assert harness.executor.waiting() == [harness.executor.kept]
+        harness.executor.run_kept()
+        (run,) = harness.executor.take_done()
+        assert run.jobs == jobs
+        run.version.queue.in_flight -= 1
+    assert (harness.executor.running(), version.queue.in_flight) == ([], 0)
+
+
+def test_a_suspect_whose_version_is_loading_leaves_all_threads_to_the_others():
+    """Of four model threads each has a batch, and the next one is formed ahead."""
+    loading, ready = ready_version(name="loading"), ready_version(max_rows=2)
+    loading.state = VersionState.LOADING
+    ready.policy = ready.queue.policy = replace(ready.policy, concurrency=4)
+    ready.queue.row_bytes = 4
+    harness = Harness(loading, ready, threads=4)
+    harness.backlog.add_suspect(loading, job_of(model="loading", crashes=1))
+    harness.add(ready, 9)
+    harness.scheduler.dispatch()
+    runs = [harness.begin(seat) for seat in "abcd"]
+    harness.scheduler.dispatch()
+    assert [len(run.jobs) for run in runs] == [2] * 4
+    assert len(ready.queue.batcher) == 1
+    assert harness.scheduler.next_wakeup() < inf, "the job that is left is due at the end of its wait"
+    loading.state = VersionState.READY
+    assert harness.scheduler.next_wakeup() == inf
+    harness.scheduler.dispatch()
+    assert harness.executor.waiting() == [], "the suspect waits for the device, and the others behind it"
 
 
 def test_right_before_a_forward_withdrawn_and_late_jobs_are_sorted_out():

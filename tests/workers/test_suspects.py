@@ -178,6 +178,7 @@ def test_a_suspect_that_waits_may_still_come_to_another_end(
         harness.pass_time(3)
     elif fate == "expired":
         harness.pass_time(4)
+        assert harness.state(job) is State.EXPIRED, "while the device is busy"
     elif fate == "lost":
         assert len(harness.broker.take_over("a thief", "recorder", 0, 10)) == 1
         harness.pass_time(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import os
 import re
 import socket
@@ -27,10 +28,12 @@ from penstock.workers.celery_bridge.result_store import CeleryResultStore
 from penstock.workers.celery_bridge.task_ingress import InferTask
 from penstock.workers.process.crash_journal import journal_path
 from penstock.workers.process.device import Pin
+from penstock.workers.process.exit_status import EXIT_UNHEALTHY
 from penstock.workers.worker import CeleryParts, Worker
 from tests.architecture.threads import started_threads
 from tests.packages import write_double
 from tests.servers import ROOT, RedisServer, free_port
+from tests.workers.doubles import job_of, ready_version, run_of
 
 HOST = "cpu0@in-process"
 DEVICE = Pin("cpu", 0, -1)
@@ -186,6 +189,92 @@ def test_a_signed_command_is_begun_or_refused_with_the_reason(
         assert Panel.data[CONTROL_COMMAND](None, command=sealed) == reply
     finally:
         worker.close()
+
+
+class Ended(BaseException):
+    """The process would have ended here."""
+
+
+class Turns:
+    """The clock of the watchdog: it stands still but for the sleep at the end of each turn."""
+
+    def __init__(self, *, hang: Callable[[], None], at: int, stall_s: float = 0.0) -> None:
+        self.taken = 0
+        self._now = 1000.0
+        self._hang, self._at, self._stall_s = hang, at, stall_s
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+        self.taken += 1
+        if self.taken == self._at:
+            self._now += self._stall_s
+            self._hang()
+        assert self.taken < 1000, "the process does not end"
+
+
+@pytest.fixture
+def worker(shared_redis: RedisServer, settings: Callable[..., Settings]) -> Iterator[Worker]:
+    """A worker that has not begun."""
+    worker = Worker.open(settings(), DEVICE, celery_parts(shared_redis))
+    yield worker
+    worker.close()
+
+
+def hang_here(worker: Worker) -> None:
+    """The I/O thread of the worker is in a forward that is over its limit."""
+    executor = worker._drain.parts.executor
+    executor.keep(run_of(ready_version(), job_of()))
+    executor.here = run = executor.begin("the I/O thread")
+    assert run is not None
+    run.alive_at = -math.inf
+    worker._drain._is_ready = True
+
+
+@pytest.mark.parametrize(("stall_s", "most"), [(0.0, 0), (5.0, 11)], ids=["at once", "after a stall"])
+def test_the_watchdog_ends_the_process_of_a_forward_that_hangs_on_the_io_thread(
+    stall_s: float, most: int, worker: Worker, monkeypatch: pytest.MonkeyPatch
+):
+    """In its next turn, before the supervisor kills the process. After a stall it first leaves the others a second."""
+
+    def end(status: int) -> None:
+        raise Ended(status)
+
+    turns = Turns(hang=lambda: hang_here(worker), at=3, stall_s=stall_s)
+    monkeypatch.setattr(worker_module, "time", turns)
+    monkeypatch.setattr("os._exit", end)
+    with pytest.raises(Ended, match=f"^{EXIT_UNHEALTHY}$"):
+        worker._watch()
+    assert most - 2 <= turns.taken - 3 <= most
+
+
+@pytest.mark.parametrize("state", ["watched", "unwatched", "stopping", "healthy"])
+def test_the_supervisor_hears_of_a_forward_on_the_io_thread_from_no_worker_that_ends_itself(
+    state: str, worker: Worker, monkeypatch: pytest.MonkeyPatch
+):
+    """It kills at once, and the watchdog has jobs to give back. Without one it is told, as of anything else."""
+    is_over = threading.Event()
+    watchdog = threading.Thread(target=is_over.wait, daemon=True)
+    monkeypatch.setattr(worker, "_watchdog", watchdog)
+    watchdog.start()
+    if state != "healthy":
+        hang_here(worker)
+    if state == "unwatched":
+        is_over.set()
+        watchdog.join()
+    elif state == "stopping":
+        worker.ask_to_stop(is_cold=True)
+    told = {
+        "watched": None,
+        "unwatched": "a forward of double took longer than its limit of 30 s",
+        "stopping": "a forward of double took longer than its limit of 30 s",
+        "healthy": "the thread of Celery task results has ended",
+    }
+    assert worker._told_reason() == told[state]
+    is_over.set()
+    watchdog.join()
 
 
 def test_app_knows_of_a_job_through_the_worker_only():

@@ -7,6 +7,7 @@ lead_all --> jobs that are equal to no other lead, and nobody asks for their dig
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import inf
 
 from penstock.workers.backlog import Waiting
 from penstock.workers.job import ClaimedJob
@@ -23,6 +24,8 @@ class SingleFlight:
         self._followers: dict[bytes, list[Waiting]] = {}
         self._alone: dict[ClaimedJob, None] = {}
         """Leaders whose digests nobody has asked for, in order."""
+        self._first_expires_ms = inf
+        """No follower expires before it."""
 
     def lead_all(self, jobs: Iterable[ClaimedJob]) -> None:
         """Let these jobs lead: no other one that is here is equal to one of them."""
@@ -43,6 +46,7 @@ class SingleFlight:
                 leading.append(job)
             else:
                 self._followers.setdefault(job.digest, []).append(Waiting(job, version))
+                self._first_expires_ms = min(self._first_expires_ms, job.expires_ms)
                 following.append(job)
         return leading, following
 
@@ -56,10 +60,9 @@ class SingleFlight:
             if (followers := self._followers.get(job.digest)) and self._leaders.get(job.digest) is job
         }
 
-    @property
-    def has_followers(self) -> bool:
-        """Whether any job follows another one."""
-        return bool(self._followers)
+    def may_have_late(self, broker_now: float) -> bool:
+        """Whether the time of a follower may have passed, by the broker's clock. It is asked in every turn."""
+        return broker_now > self._first_expires_ms
 
     def take_followers(self, is_meant: Callable[[ClaimedJob, ClaimedJob], bool]) -> list[Waiting]:
         """Take out the followers for which `is_meant(leader, follower)` is true. Their leaders go on."""
@@ -75,6 +78,8 @@ class SingleFlight:
                 self._followers[digest] = left
             else:
                 del self._followers[digest]
+        left_ms = (waiting.job.expires_ms for followers in self._followers.values() for waiting in followers)
+        self._first_expires_ms = min(left_ms, default=inf)
         return taken
 
     def end(self, job: ClaimedJob) -> list[Waiting]:

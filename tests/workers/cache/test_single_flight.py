@@ -109,6 +109,44 @@ def test_the_followers_of_several_jobs_stay_until_their_leaders_end(flights: Sin
     assert flights.followers_of([by_itself, alone, leader]) == {}
 
 
+def test_followers_leave_alone(flights: SingleFlight, version: ServedVersion):
+    """Those that are meant, each judged with its own leader; the leaders go on, and the other followers with them."""
+    leader, gone, left, other, its_follower = (job(digest) for digest in (b"a", b"a", b"a", b"b", b"b"))
+    flights.join_all([leader, gone, left, other, its_follower], version)
+    asked: list[tuple[ClaimedJob, ClaimedJob]] = []
+
+    def is_meant(leader: ClaimedJob, follower: ClaimedJob) -> bool:
+        asked.append((leader, follower))
+        return follower in (gone, its_follower)
+
+    assert flights.take_followers(is_meant) == [Waiting(gone, version), Waiting(its_follower, version)]
+    assert asked == [(leader, gone), (leader, left), (other, its_follower)]
+    assert flights.end_all([leader, other]) == [leader, left, other]
+    assert flights.take_followers(is_meant) == []
+
+
+def test_a_leader_whose_followers_have_left_still_leads(flights: SingleFlight, version: ServedVersion):
+    """The next equal job follows it."""
+    leader, follower, next_one = job(), job(), job()
+    flights.join_all([leader, follower], version)
+    assert flights.take_followers(lambda _leader, _follower: True) == [Waiting(follower, version)]
+    assert joins(flights, next_one, version)
+    assert flights.end(leader) == [Waiting(next_one, version)]
+
+
+def test_the_first_follower_to_expire_is_known(flights: SingleFlight, version: ServedVersion):
+    """It is asked in every turn. Leaders do not count, nor followers that have left."""
+    jobs = [job() for _ in range(3)]
+    for each, expires_ms in zip(jobs, (1, 20, 10), strict=True):
+        each.expires_ms = expires_ms
+    flights.join_all(jobs, version)
+    assert [flights.may_have_late(now) for now in (10, 11)] == [False, True]
+    assert flights.take_followers(lambda _leader, follower: follower is jobs[2]) == [Waiting(jobs[2], version)]
+    assert [flights.may_have_late(now) for now in (20, 21)] == [False, True]
+    assert flights.take_followers(lambda _leader, _follower: True) == [Waiting(jobs[1], version)]
+    assert not flights.may_have_late(1e15)
+
+
 def test_jobs_with_one_header_are_still_told_apart_by_their_digest(flights: SingleFlight, version: ServedVersion):
     """Their tenant is equal, their inputs are not."""
     opened, keys = OpenedJobs(Keyring.parse(None)), JobKeys(isolates_tenants=True)
