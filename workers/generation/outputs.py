@@ -1,9 +1,15 @@
-"""What a request gives back: RequestOutput, once at its end or at each step of a stream."""
+"""What a request gives back: RequestOutput, once at its end or at each step of a stream.
+
+Those of a step are structs of msgspec: a stream makes four of them for each token, at a sixteenth of the cost of frozen
+dataclasses.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from penstock.workers.generation.tool_calls import ToolCall
 
@@ -21,8 +27,7 @@ __all__ = [
 FinishReason = Literal["abort", "error", "length", "stop", "timeout"]
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True, gc=False):
     """Counts of tokens. completion_tokens: of all texts. cached_tokens: of the prompt, found in the prefix cache."""
 
     prompt_tokens: int
@@ -34,8 +39,7 @@ class Usage:
         return self.prompt_tokens + self.completion_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class CompletionOutput:
+class CompletionOutput(msgspec.Struct, frozen=True, gc=False):
     """All that was generated so far."""
 
     index: int
@@ -51,16 +55,14 @@ class CompletionOutput:
     """At each token: its own log probability and those of the most probable ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True, gc=False):
     """What is new in one text since the last output."""
 
     text: str
     token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
+class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     """The state of a request, and what is new in it since the last output."""
 
     request_id: str

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from penstock.workers.generation.outputs import CompletionOutput, Delta, RequestOutput, Usage
+from penstock.workers.generation.outputs import RequestOutput, Usage
 from penstock.workers.generation.request import GenerationRequest
 from penstock.workers.generation.scheduler import Sequence
 from penstock.workers.generation.text import TextStream
@@ -54,14 +54,14 @@ def members(first: GenerationRequest) -> list[GenerationRequest]:
 
 def is_finished(first: GenerationRequest) -> bool:
     """Whether all texts have ended."""
-    return first.finish_reason is not None and all(each.finish_reason is not None for each in first.siblings)
+    return first.finish_reason is not None and all([each.finish_reason is not None for each in first.siblings])
 
 
 def has_news(first: GenerationRequest) -> bool:
     """Whether an output would differ from the last one. Which texts are the best is known at the end."""
     if first.params.num_candidates > first.params.n:
         return is_finished(first) and not first.is_closed
-    return first.has_own_news or any(each.has_own_news for each in first.siblings)
+    return first.has_own_news or any([each.has_own_news for each in first.siblings])
 
 
 def output(first: GenerationRequest) -> RequestOutput:
@@ -69,11 +69,9 @@ def output(first: GenerationRequest) -> RequestOutput:
     own: Final = first.sequence
     texts = members(first)
     chosen = _best(texts, first.params.n)
-    deltas: list[Delta] = []
-    completions: list[CompletionOutput] = []
-    for index, text in enumerate(chosen):
-        deltas.append(text.take_delta())
-        completions.append(text.completion(index))
+    # First what is new: it brings the text up to date.
+    deltas = tuple([text.take_delta() for text in chosen])
+    completions = tuple([text.completion(index) for index, text in enumerate(chosen)])
     is_last = is_finished(first)
     if is_last:
         first.is_closed = True
@@ -82,10 +80,10 @@ def output(first: GenerationRequest) -> RequestOutput:
         own.request_id,
         first.prompt,
         first.prompt_token_ids,
-        tuple(completions),
+        completions,
         is_last,
-        Usage(own.num_prompt, sum(each.num_generated for each in texts), own.num_cached),
-        tuple(deltas),
+        Usage(own.num_prompt, sum([each.num_generated for each in texts]), own.num_cached),
+        deltas,
         tuple(first.prompt_logprobs) if wants_prompt else None,
     )
 
