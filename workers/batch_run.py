@@ -109,6 +109,10 @@ class BatchRun:
     """The last sign of progress. The time limit of a forward counts from here."""
     refusals: dict[ClaimedJob, Failure] = field(default_factory=dict)
     """The jobs that have no forward, because their inputs do not fit."""
+    exceptions: dict[ClaimedJob, str] = field(default_factory=dict)
+    """The class of what the model raised for a job."""
+    has_unfit_row: bool = False
+    """Whether a row did not fit the device alone."""
     output_bytes: int = 0
     """Of all its answers."""
     tokens: int = 0
@@ -267,6 +271,8 @@ class BatchRun:
 
         None: a single job is at fault, not the size of the batch, so later batches need no cap.
         """
+        if self.has_unfit_row:
+            return None
         return min((size for size in self.misfits if size.rows > 1 and size > self.fitted), default=None)
 
 

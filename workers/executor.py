@@ -399,6 +399,7 @@ def _run(run: BatchRun, jobs: list[ClaimedJob], prepared: Prepared | None) -> Se
         logger.warning("a forward did not fit the device", extra={"rows": rows})
         reason = "it did not fit the device"
         if rows == 1:
+            run.has_unfit_row = True
             return [_failure(run, error, jobs[0])]
     except BaseException as error:  # a model may raise anything; only its own job fails
         if len(jobs) == 1:
@@ -445,6 +446,7 @@ def _run_in_slices(run: BatchRun, job: ClaimedJob, max_rows: int) -> Outputs | F
             except MemoryError:
                 run.did_not_fit(stop - start, prepared.padded_tokens)
                 if stop - start == 1:
+                    run.has_unfit_row = True
                     raise
                 max_rows = (stop - start) // 2
         outputs = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
@@ -542,6 +544,7 @@ def _send_chunk(
 
 def _failure(run: BatchRun, error: BaseException, job: ClaimedJob) -> Failure:
     text = _logged(run, error, "a job failed", {"job_id": job.header.id, "model": job.header.model})
+    run.exceptions[job] = text.name
     # Not isinstance, which asks the exception for its class: that is the model's code.
     if issubclass(type(error), JobFailed):
         return Failure(text.name, text.message, text.where, text.traceback)

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from penstock.registry.broker.base import State
-from penstock.registry.envelope import Failure
 from penstock.safety.audit_accesses import CacheAccessAudit
 from penstock.workers.batch_run import BatchRun
 from penstock.workers.cache import AnswerCache
@@ -147,7 +146,7 @@ class BatchTelemetry:
             self._metrics.outcome(*labels, count)
         for end in ended:
             if end.error is not None and end.state is State.FAILED:
-                self._metrics.exception(end.header.model, _exception_of(end.error))
+                self._metrics.exception(end.header.model, end.exception or end.error.code)
         return {route for _, route in requests}
 
     def _report_cached(self, outcomes: Sequence[JobOutcome], now: float, shared: Route | None) -> None:
@@ -226,15 +225,10 @@ def _log_hits(jobs: Sequence[ClaimedJob]) -> None:
 def _ended(outcome: JobOutcome, state: State, now: float) -> Ended:
     run, job = outcome.run, outcome.job
     runtime_s = max(0.0, now - (run.started if run else job.claimed))
-    return Ended(job.header, state, runtime_s, outcome.failure, outcome.label)
+    exception = "" if run is None else run.exceptions.get(job, "")
+    return Ended(job.header, state, runtime_s, outcome.failure, outcome.label, exception)
 
 
 def _endpoint_of(jobs: Iterable[ClaimedJob]) -> str:
     route, *others = {job.route for job in jobs}
     return _MIXED if others else route
-
-
-def _exception_of(failure: Failure) -> str:
-    """The class of the model's exception, if the failure names it."""
-    name = failure.message.partition(":")[0]
-    return name if failure.code == "ModelError" and name.isidentifier() else failure.code

@@ -177,8 +177,8 @@ def test_a_row_that_never_fits_fails_alone():
         [2.0 * number] for number in range(16) if number != 5
     ]
     assert len(work.misfits) == 5
-    # Eight rows did run at once.
-    assert work.too_large == ForwardSize(0, 16)
+    # The row is at fault, not the size of the batch.
+    assert work.too_large is None
     alone = work_of(Device(forward), [[-1]])
     assert run(alone) == ["ModelError"]
     assert alone.too_large is None

@@ -55,6 +55,34 @@ def test_a_cap_is_learnt_and_later_relaxed(harness: SteppedHarness, models_root:
     assert [harness.answer(job) for job in jobs] == [2.0 * n for n in range(len(jobs))]
 
 
+def test_one_job_that_fits_no_device_does_not_narrow_the_batches_of_others(harness: SteppedHarness, models_root: Path):
+    """Any client can send one. Its batch is bisected until it fails alone, and the others are answered."""
+    write_package(
+        models_root,
+        "greedy",
+        """
+        import numpy as np
+
+        def build():
+            def forward(inputs):
+                if (inputs["x"] < 0).any():
+                    return {"y": np.zeros(1 << 50, np.float32)}
+                return {"y": inputs["x"] * 2}
+
+            return forward
+        """,
+    )
+    worker = harness.start_worker()
+    for start in (0, 20, 40):
+        # Other numbers each time: the cache knows answers.
+        numbers = [*range(start, start + 11), -1]
+        jobs = harness.publish("greedy", *numbers)
+        worker.forwards()
+        assert [harness.answer(job) for job in jobs] == [2.0 * n if n >= 0 else "ModelError" for n in numbers]
+    harness.publish("greedy", *range(100, 116))
+    assert [len(batch) for batch in worker.forwards()] == [16]
+
+
 def test_one_row_that_never_fits_does_not_narrow_later_batches(
     harness: SteppedHarness, models_root: Path, tmp_path: Path
 ):

@@ -11,6 +11,7 @@ and 66 ms. Weights packed into the library (`freezing`) gained nothing over that
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -95,6 +96,7 @@ class _CudaLibrary:
         # The loader of torch._inductor itself takes no number of calls that may run at the same time.
         from torch._inductor.package.package import load_package
 
+        self._places = threading.BoundedSemaphore(instances)
         # The loader has unpacked the file when it returns.
         with tempfile.TemporaryDirectory(prefix="penstock-library-") as folder:
             path = Path(folder) / "model.pt2"
@@ -120,7 +122,8 @@ class _CudaLibrary:
         self._model.load_constants(bound, check_full_update=True, user_managed=True)
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        outputs: list[torch.Tensor] = self._model.loader.run(list(tensors))
+        with self._places:
+            outputs: list[torch.Tensor] = self._model.loader.run(list(tensors))
         return outputs
 
 

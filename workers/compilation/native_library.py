@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import io
 import tempfile
+import threading
 import weakref
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,8 +44,8 @@ class _Weight(ctypes.Structure):
 class NativeLibrary:
     """A library on the CPU, with instances of its model that share weights. It is bound once.
 
-    Calls beyond the number of instances wait for their turn. When a call fails, torch 2.13 does not wake the waiting
-    calls, so there should be none.
+    Calls beyond the number of instances wait for their turn here: when a call fails, torch 2.13 does not wake those
+    that wait in its own code. There are more where operators raise `concurrency`.
     """
 
     def __init__(self, package: bytes, instances: int = 1) -> None:
@@ -53,6 +54,7 @@ class NativeLibrary:
             path = Path(folder) / "model.so"
             path.write_bytes(_shared_object(package))
             self._library = ctypes.CDLL(str(path))
+        self._places = threading.BoundedSemaphore(instances)
         self._container = ctypes.c_void_p()
         self._weights: list[ctypes.c_void_p] = []
         # Not at exit: a thread that outlives the main thread may be in the middle of a forward.
@@ -101,16 +103,17 @@ class NativeLibrary:
         outputs = (ctypes.c_void_p * self._outputs)()
         # The library takes ownership of the input handles, also when it fails.
         inputs = (ctypes.c_void_p * len(tensors))(*map(_pointer, _handles(tensors)))
-        self._do(
-            "Run",
-            self._container,
-            inputs,
-            ctypes.c_size_t(len(tensors)),
-            outputs,
-            ctypes.c_size_t(self._outputs),
-            ctypes.c_void_p(None),
-            ctypes.c_void_p(None),
-        )
+        with self._places:
+            self._do(
+                "Run",
+                self._container,
+                inputs,
+                ctypes.c_size_t(len(tensors)),
+                outputs,
+                ctypes.c_size_t(self._outputs),
+                ctypes.c_void_p(None),
+                ctypes.c_void_p(None),
+            )
         capsules = [_new_capsule(pointer, None, None) for pointer in outputs]
         return torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules)
 

@@ -18,13 +18,14 @@ __all__ = ["Ended", "Failed", "JobListener", "NullListener"]
 
 class Ended(msgspec.Struct, frozen=True, gc=False):
     """The end of one job. `runtime_s`: seconds from the start of its batch to its result. `version`: the model version
-    that answered."""
+    that answered. `exception`: the class of what a model raised; empty: its failure has no other name than its code."""
 
     header: JobHeader
     state: State
     runtime_s: float
     error: Failure | None
     version: str
+    exception: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True, gc=False):

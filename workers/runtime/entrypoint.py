@@ -62,6 +62,11 @@ class PackageModules:
             problem = f"raised {name_of(error)}: {message_of(error)}{placed(error)}"
             raise ConfigurationError(f"{reference}: {problem}") from error
 
+    def loaded(self) -> list[ModuleType]:
+        """The modules that have run."""
+        # The list is copied in one step, because another thread may be importing.
+        return [module for name, module in [*sys.modules.items()] if name.startswith(f"{self._name}.")]
+
     def forget(self) -> None:
         """Drops the modules. Their objects keep working, except for imports that have not run yet."""
         _FINDER.forget(self._name)

@@ -17,6 +17,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 from penstock.registry.errors import ConfigurationError, MissingRequirement, ModelError, shown
@@ -27,12 +28,13 @@ from penstock.registry.tensors import DTYPES, STRING, Array
 from penstock.workers.batching.buckets import row_bucket
 from penstock.workers.frameworks.adapters import adapt
 from penstock.workers.runtime.base import Prepared, concatenate
-from penstock.workers.runtime.compilable import Compilable, CompilationRefused, ModelCompiler
+from penstock.workers.runtime.compilable import Compilable, CompilationRefused, ModelCompiler, Shapes
 from penstock.workers.runtime.cpu import has_fast_bf16
 from penstock.workers.runtime.entrypoint import PackageModules
 from penstock.workers.runtime.export import Exportable, can_export, open_exported
 from penstock.workers.runtime.forms import Forms, Forward, WithProvenance, finite_outputs
 from penstock.workers.runtime.loading import LoadOptions, PackageRuntime
+from penstock.workers.runtime.module_arrays import ModuleArrays
 from penstock.workers.runtime.torch_device import TorchDevice, module_bytes, sharing_weights
 
 if TYPE_CHECKING:
@@ -145,12 +147,32 @@ class PyTorchRuntime(ModuleRuntime):
     def __init__(self, package: Package, options: LoadOptions | None = None) -> None:
         super().__init__(package, options)
         self._modules: PackageModules | None = None
+        self._arrays: ModuleArrays | None = None
         self.forms: Final = Forms(_Eager(self), finite_outputs(package.spec))
         """The model's forms; every forward goes through them."""
+
+    def load(self, device: str, threads: int) -> None:
+        """See Runtime.load."""
+        super().load(device, threads)
+        if self._modules is not None:
+            # Behind the warm-up, which makes what is made once.
+            self._arrays = ModuleArrays(self._modules.loaded())
 
     def run(self, prepared: Prepared) -> dict[str, Array]:
         """One forward, by the form in use."""
         return self.forms.run(prepared)
+
+    def second_instance(self, module: torch.nn.Module, dtype: torch.dtype | None) -> Forward:
+        """The forward of another instance of a module, for another thread; see ThreadCopyable.
+
+        Raises ConfigurationError where two forwards at the same time would disturb each other.
+        """
+        if self._arrays is not None and (changed := self._arrays.changed()):
+            raise ConfigurationError(
+                f"{self.spec.reference}: its forwards change {_listed(changed)}, which all instances share, "
+                "expected such arrays as attributes of the module"
+            )
+        return _Instance(self, sharing_weights(module), dtype)
 
     def counts(self) -> dict[str, int]:
         """See Counted: calls of the eager model, and the counters of the form in use."""
@@ -268,11 +290,19 @@ class PyTorchRuntime(ModuleRuntime):
 
     def _exported(self, *, is_int8: bool) -> Forward:
         session = open_exported(self, self._threads, is_int8=is_int8)
+        shapes = Shapes.of(self.compilable("compiled").examples)
+        others = _Instance(self, sharing_weights(self._loaded), self._dtype)
+        uncovered = count()
+        counts = {"uncovered_calls": 0}
 
         def forward(prepared: Prepared) -> dict[str, Array]:
             device = self._loaded_device
-            tensors = (device.upload(one, self._dtype).numpy() for one in prepared.payload)
-            answers = session(dict(zip(self._names, tensors, strict=True)))
+            tensors = [device.upload(one, self._dtype) for one in prepared.payload]
+            if not shapes.cover(tensors):
+                # A graph has no guards, and the module may take another path for shapes that were not looked at.
+                counts["uncovered_calls"] = next(uncovered) + 1
+                return others(prepared)
+            answers = session(dict(zip(self._names, [one.numpy() for one in tensors], strict=True)))
             arrays = {
                 name: array if self._dtype is None else array.astype(DTYPES[self._outputs[name]], copy=False)
                 for name, array in zip(self._outputs, answers, strict=True)
@@ -280,7 +310,7 @@ class PyTorchRuntime(ModuleRuntime):
             self.spec.signature.check_outputs(arrays, prepared.rows)
             return arrays
 
-        return forward
+        return WithProvenance(forward, {}, lambda: counts)
 
     def _module(self, manifest: Manifest, device: TorchDevice) -> object:
         self._modules = PackageModules(self._package, manifest)
@@ -331,7 +361,7 @@ class _Eager:
 
     def thread_copy(self) -> Forward:
         """The forward of a new instance."""
-        return _Instance(self.runtime, sharing_weights(self.runtime._loaded), self.runtime._dtype)
+        return self.runtime.second_instance(self.runtime._loaded, self.runtime._dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +377,7 @@ class _Instance:
 
     def thread_copy(self) -> Forward:
         """The forward of a new instance."""
-        return _Instance(self.runtime, sharing_weights(self.module), self.dtype)
+        return self.runtime.second_instance(self.module, self.dtype)
 
 
 def _listed(names: Iterable[str]) -> str:

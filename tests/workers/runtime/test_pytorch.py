@@ -9,12 +9,13 @@ from textwrap import dedent
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import save_file, save_model
 
 from penstock.registry.errors import ConfigurationError, ModelError, OutOfMemory
 from penstock.registry.package import load_package
-from penstock.workers.runtime import open_runtime
-from penstock.workers.runtime.forms import thread_copy_of
+from penstock.workers.runtime import open_runtime, pytorch
+from penstock.workers.runtime.forms import WithProvenance, thread_copy_of
 from penstock.workers.runtime.pytorch import PyTorchRuntime
 from penstock.workers.runtime.torch_device import TorchDevice, module_bytes, sharing_weights
 from tests.packages import write_package
@@ -320,3 +321,64 @@ def test_reduced_copy_is_the_module_in_another_precision(models_root: Path):
         "2.num_batches_tracked": torch.int64,
     }
     assert type(reduced) is torch.nn.Sequential
+
+
+class _Blank:
+    """A graph of ONNX that answers zeros, whatever it gets."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def __call__(self, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+        """The outputs, in order."""
+        self.rows.append(len(inputs["x"]))
+        return [np.zeros((len(inputs["x"]), 4), np.float32)]
+
+
+def test_an_exported_graph_answers_no_shape_that_was_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A graph has no guards: for other lengths and dtypes the module runs itself, and that is counted."""
+    folder = write_torch(
+        tmp_path,
+        """
+        class Module(torch.nn.Module):
+            def forward(self, x):
+                return x[:, -600:].sum(1, keepdim=True).expand(-1, 4)
+        """,
+    )
+    spec = yaml.safe_load((folder / "model.yaml").read_text())
+    spec["inputs"][0]["shape"] = ["batch", "n"]
+    (folder / "model.yaml").write_text(yaml.safe_dump(spec))
+    runtime, graph = opened(folder), _Blank()
+    assert isinstance(runtime, PyTorchRuntime)
+    monkeypatch.setattr(pytorch, "open_exported", lambda *_, **__: graph)
+    form = runtime.candidates(None)["onnx"]()
+    assert isinstance(form, WithProvenance)
+    found = {}
+    for length in (4, 512, 513, 700):
+        prepared = runtime.prepare([{"x": np.ones((2, length), np.float32)}])
+        found[length] = form(prepared)["y"][:, 0].tolist()
+    assert found == {4: [0, 0], 512: [0, 0], 513: [513, 513], 700: [600, 600]}
+    assert graph.rows == [2, 2]
+    assert form.counts() == {"uncovered_calls": 2}
+    runtime.close()
+
+
+def test_a_module_that_writes_to_a_global_has_no_second_instance(tmp_path: Path):
+    """A trial beside the traffic would mix the answers of both. A table that is only read is no reason."""
+    folder = write_torch(
+        tmp_path,
+        """
+        SCRATCH, WEIGHTS, TABLE = torch.empty(64, 4), torch.eye(4), torch.arange(3)
+
+        class Module(torch.nn.Module):
+            def forward(self, x):
+                return torch.mm(x, WEIGHTS, out=SCRATCH[: len(x)]) + TABLE[0]
+        """,
+    )
+    runtime = opened(folder)
+    assert isinstance(runtime, PyTorchRuntime)
+    thread_copy_of(runtime.forms.reference)
+    runtime.run(runtime.prepare([{"x": np.full((3, 4), 7, np.float32)}]))
+    with pytest.raises(ConfigurationError, match="its forwards change SCRATCH, which all instances share"):
+        thread_copy_of(runtime.forms.reference)
+    runtime.close()
