@@ -29,12 +29,13 @@ def change_api_key(settings: Settings, operation: str, key_id: str, change: Call
     from penstock.registry.catalog.api_keys import SqlApiKeys
     from penstock.safety.keys import key_audit
 
-    audit = key_audit(audit_logger(settings, "keys"))
-    audit(operation, "begun", {"key": key_id})
-    try:
-        done = change(SqlApiKeys(settings.registry_url))
-    except PenstockError:
-        audit(operation, "failed", {"key": key_id})
-        raise
-    audit(operation, "done", {"key": key_id})
+    with audit_logger(settings, "keys") as log:
+        audit = key_audit(log)
+        audit(operation, "begun", {"key": key_id})
+        try:
+            done = change(SqlApiKeys(settings.registry_url))
+        except PenstockError:
+            audit(operation, "failed", {"key": key_id})
+            raise
+        audit(operation, "done", {"key": key_id})
     return done

@@ -158,7 +158,7 @@ def serve_shadow(
     """Serve the shadow of a model until SIGTERM, SIGINT or SIGHUP; without one, wait for it.
 
     gives_way: whether the process and the candidate's get only the time of the processors that nobody else wants.
-    Raises ConfigurationError.
+    Raises ConfigurationError, and BrokerRefused when the broker's user lacks a right.
     """
     # Here: the other commands load no part of a worker.
     from penstock.compose.canary_failures import CanaryFailures

@@ -41,8 +41,9 @@ def write_package(
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".new-", dir=root) as beside:
-            folder = Path(beside) / "package"
-            folder.mkdir()
+            # As deep as a package below a models root, so that no worker finds it before it is complete.
+            folder = Path(beside) / name / version
+            folder.mkdir(parents=True)
             for file, text in template.files.items():
                 (folder / file).parent.mkdir(parents=True, exist_ok=True)
                 (folder / file).write_text(_filled(text, name, version, kind) if file == SPEC_FILE else text)

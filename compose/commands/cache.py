@@ -31,6 +31,7 @@ from penstock.compose.terminal import (
 
 if TYPE_CHECKING:
     from penstock.registry.settings import Settings
+    from penstock.safety.sealing import DataKeys
     from penstock.workers.cache.l2_upkeep import Contents, Upkeep
 
 __all__ = ["cache"]
@@ -188,8 +189,6 @@ def _clear_fleet(environ: Mapping[str, str], model: str) -> list[str]:
 @contextmanager
 def _opened(settings: Settings, *, with_keys: bool = True) -> Iterator[Upkeep | None]:
     """The file of the cache; None if there is none. Raises ConfigurationError if it is encrypted and no key is here."""
-    from penstock.compose.rollout.audit_log import audit_logger
-    from penstock.safety.keys import key_audit, read_data_keys
     from penstock.workers.cache.l2_file import L2File
     from penstock.workers.cache.l2_rows import rows_for
     from penstock.workers.cache.l2_upkeep import Upkeep
@@ -207,11 +206,7 @@ def _opened(settings: Settings, *, with_keys: bool = True) -> Iterator[Upkeep | 
     )
     try:
         file.read("SELECT 1")
-        keys = (
-            read_data_keys(settings, key_audit(audit_logger(settings, "keys")))
-            if with_keys and file.is_sealed
-            else None
-        )
+        keys = _data_keys(settings) if with_keys and file.is_sealed else None
         yield Upkeep(file, rows_for(keys))
     except (sqlite3.Error, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -220,6 +215,14 @@ def _opened(settings: Settings, *, with_keys: bool = True) -> Iterator[Upkeep | 
         ) from None
     finally:
         file.close()
+
+
+def _data_keys(settings: Settings) -> DataKeys:
+    from penstock.compose.rollout.audit_log import audit_logger
+    from penstock.safety.keys import key_audit, read_data_keys
+
+    with audit_logger(settings, "keys") as log:
+        return read_data_keys(settings, key_audit(log))
 
 
 def _progress() -> Callable[[int, int], None]:

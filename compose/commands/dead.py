@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import click
 
 from penstock.compose.commands.options import yes_option
+from penstock.compose.commands.queue import check_known
 from penstock.compose.terminal import as_json_option, connected, counted, open_broker, print_data, printable
 from penstock.registry.errors import InvalidInput
 
@@ -127,6 +128,7 @@ def replay_dead(environ: Mapping[str, str], model: str, entries: tuple[str, ...]
     """
     from penstock.compose.jobs.dead_letters import letters
 
+    _check_choice(entries, every)
     settings = connected(environ)
     with open_broker(settings) as broker:
         (slot,) = _slots(broker, model)
@@ -172,6 +174,7 @@ def purge_dead(
     if older_than is not None and (entries or every):
         raise click.UsageError("Expected one of: entries, --all, --older-than.")
     age_ms = None if older_than is None else parse_age_ms(older_than)
+    _check_choice(entries, every or age_ms is not None)
     with open_broker(connected(environ)) as broker:
         (slot,) = _slots(broker, model)
         broker.depths(slot)
@@ -208,14 +211,24 @@ def _replay_one(broker: Broker, slot: str, entry: str, settings: Settings) -> Re
 
 
 def _slots(broker: Broker, model: str | None) -> list[str]:
+    """The model that is named, or all. Raises UnknownModel for one that is not announced and has no letters."""
     from penstock.registry.queues import parse_name
 
-    return broker.models() if model is None else [parse_name("model", model)]
+    if model is None:
+        return broker.models()
+    slot = parse_name("model", model)
+    # The letters of a model outlive it.
+    if not broker.dead_letters(slot, count=1):
+        check_known(broker, slot)
+    return [slot]
+
+
+def _check_choice(entries: Sequence[str], every: bool) -> None:
+    if bool(entries) == every:
+        raise click.UsageError("Expected entries, or --all.")
 
 
 def _chosen(entries: Sequence[str], every: bool, all_entries: Callable[[], list[str]]) -> list[str]:
-    if bool(entries) == every:
-        raise click.UsageError("Expected entries, or --all.")
     return all_entries() if every else list(dict.fromkeys(entries))
 
 

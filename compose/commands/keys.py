@@ -54,9 +54,9 @@ def generate(environ: Mapping[str, str], make_wrapping_key: bool) -> None:
     from penstock.safety.keys import generate_keys, key_audit
 
     settings = load_settings(environ)
-    _print_change(
-        generate_keys(settings, key_audit(audit_logger(settings, "keys")), makes_wrapping_key=make_wrapping_key)
-    )
+    with audit_logger(settings, "keys") as log:
+        change = generate_keys(settings, key_audit(log), makes_wrapping_key=make_wrapping_key)
+    _print_change(change)
 
 
 @keys.command("rotate")
@@ -91,10 +91,13 @@ def rotate(environ: Mapping[str, str], api_key: str | None, is_last: bool, key_i
     if key_id is not None and is_last:
         raise click.UsageError("--last adds a new key and --to makes none. Expected one of them")
     settings = load_settings(environ)
-    audit = key_audit(audit_logger(settings, "keys"))
-    _print_change(
-        rotate_keys(settings, audit, is_last=is_last) if key_id is None else promote_key(settings, audit, key_id)
-    )
+    with audit_logger(settings, "keys") as log:
+        audit = key_audit(log)
+        if key_id is None:
+            change = rotate_keys(settings, audit, is_last=is_last)
+        else:
+            change = promote_key(settings, audit, key_id)
+    _print_change(change)
 
 
 @keys.command("show")
@@ -111,7 +114,8 @@ def show(environ: Mapping[str, str], as_json: bool) -> None:
     from penstock.safety.keys import key_audit, needs_data_keys, read_data_keys
 
     settings = load_settings(environ)
-    ids = read_data_keys(settings, key_audit(audit_logger(settings, "keys"))).ids
+    with audit_logger(settings, "keys") as log:
+        ids = read_data_keys(settings, key_audit(log)).ids
     source = settings.inference.privacy.encryption_key_source
     is_needed = needs_data_keys(settings)
     if as_json:

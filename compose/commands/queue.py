@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from penstock.registry.broker.base import Broker
     from penstock.registry.queues import Priority
 
-__all__ = ["queue"]
+__all__ = ["check_known", "queue"]
 
 
 @click.group()
@@ -37,7 +37,7 @@ def pause(environ: Mapping[str, str], model: str, as_json: bool) -> None:
     penstock queue pause minilm
     """
     with open_broker(connected(environ)) as broker:
-        _check_known(broker, model)
+        check_known(broker, model)
         broker.pause(model)
     text = f"{model} is paused: within two seconds workers start no more jobs of it. Running jobs finish."
     print_data({"model": model, "paused": True}, as_json, text)
@@ -54,7 +54,7 @@ def resume(environ: Mapping[str, str], model: str, as_json: bool) -> None:
     penstock queue resume minilm
     """
     with open_broker(connected(environ)) as broker:
-        _check_known(broker, model)
+        check_known(broker, model)
         broker.resume(model)
     print_data({"model": model, "paused": False}, as_json, f"{model} is resumed.")
 
@@ -80,7 +80,7 @@ def purge_queue(environ: Mapping[str, str], model: str, priority: str | None, ye
     settings = connected(environ)
     bands: Sequence[Priority] = tuple(Priority) if priority is None else (parse_priority(priority),)
     with open_broker(settings) as broker, terminable():
-        _check_known(broker, model)
+        check_known(broker, model)
         waiting = sum(depth.jobs - depth.running for depth in broker.depths(model) if depth.priority in bands)
         if not yes:
             click.confirm(f"Withdraw {counted(waiting, 'waiting job')} of {model}?", abort=True, err=True)
@@ -96,7 +96,7 @@ def purge_queue(environ: Mapping[str, str], model: str, priority: str | None, ye
     print_data(data, as_json, f"{counted(withdrawn, 'job')} of {model} withdrawn.")
 
 
-def _check_known(broker: Broker, model: str) -> None:
+def check_known(broker: Broker, model: str) -> None:
     """Raises UnknownModel: a misspelt name must not look like success."""
     if model not in (known := broker.models()):
         raise UnknownModel(f"Unknown model {model!r:.80}. Expected one of: {', '.join(known) or 'none is registered'}")

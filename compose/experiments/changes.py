@@ -18,6 +18,7 @@ from typing import Any, Final
 from penstock.compose.deploy import Deployer
 from penstock.registry.broker.breakers import CANDIDATE, BreakerEnd, breaker_name
 from penstock.registry.catalog import ModelStage
+from penstock.registry.catalog.client import StateAt
 from penstock.registry.catalog.registered_model import check_none_open
 from penstock.registry.catalog.tables import Experiment, RegisteredVersion
 from penstock.registry.deployment import DeployedArm, ExperimentKind
@@ -158,9 +159,14 @@ class Experiments:
             self.record(experiment.name, "refused", {"experiment": experiment.experiment})
             raise
 
-    def change(self, seen: Experiment, changed: Experiment, *, reason: str) -> Experiment:
-        """Stores a change and activates it. Raises TransitionConflict if the experiment is not as `seen` any more."""
-        stored = self.registry.change_experiment(seen, changed, reason=reason)
+    def change(
+        self, seen: Experiment, changed: Experiment, *, reason: str, state_at: StateAt | None = None
+    ) -> Experiment:
+        """Stores a change and activates it. See ModelRegistryClient.change_experiment.
+
+        Raises TransitionConflict if the experiment is not as `seen` any more.
+        """
+        stored = self.registry.change_experiment(seen, changed, reason=reason, state_at=state_at)
         self.activate(stored)
         return stored
 

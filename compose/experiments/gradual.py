@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -193,9 +194,7 @@ class RolloutDriver:
             "shares": {candidate: decision.share, experiment.plan["stable"]: 1 - decision.share},
         }
         self._experiments.record(self._name, str(action), {**facts, **decision.as_data()})
-        # The figures of the next step are those of later epochs.
-        state = msgspec.structs.replace(decision.state, from_epoch=_from_epoch(experiment, decision))
-        changed = replace(experiment, state={**msgspec.to_builtins(state), "last": decision.as_data()})
+        changed = replace(experiment, state=_stored_state(decision, decision.state.from_epoch))
         reason = _reason(decision, candidate)
         self._on_progress(reason)
         try:
@@ -217,7 +216,11 @@ class RolloutDriver:
             self._experiments.release(stopped)
         else:
             arms = _shared(seen.arms, candidate, decision.share)
-            self._experiments.change(seen, replace(changed, arms=arms), reason=reason)
+            begins_step = action in (Action.ADVANCE, Action.STEP_BACK)
+            # The figures of a step are those since its change. The epoch of the experiment is no bound for them: after
+            # a change of the policy, workers count under a later one.
+            state_at = partial(_stored_state, decision) if begins_step else None
+            self._experiments.change(seen, replace(changed, arms=arms), reason=reason, state_at=state_at)
 
     def _is_stored(self, seen: Experiment, decision: RolloutDecision) -> bool:
         """Whether the decision on the experiment as `seen` is in the registry."""
@@ -291,10 +294,9 @@ def _shared(arms: tuple[DeployedArm, ...], candidate: str, share: float) -> tupl
     return tuple(msgspec.structs.replace(arm, weight=share if arm.version == candidate else 1 - share) for arm in arms)
 
 
-def _from_epoch(experiment: Experiment, decision: RolloutDecision) -> int:
-    if decision.action in (Action.ADVANCE, Action.STEP_BACK):
-        return experiment.epoch + 1
-    return decision.state.from_epoch
+def _stored_state(decision: RolloutDecision, from_epoch: int) -> dict[str, Any]:
+    state = msgspec.structs.replace(decision.state, from_epoch=from_epoch)
+    return {**msgspec.to_builtins(state), "last": decision.as_data()}
 
 
 def _reason(decision: RolloutDecision, candidate: str) -> str:

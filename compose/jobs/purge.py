@@ -38,12 +38,12 @@ def purge(
     `keyring` does not have; that job and those after it stay in the queue.
     """
     withdrawn = 0
-    broker.depths(slot)  # The reply carries the broker's clock.
-    started_ms = broker.now_ms()
-    for priority in priorities:
+    # Not a time: the ids of entries go on from the last one when the broker's clock is set back.
+    newest = {priority: broker.newest_entry(slot, priority) for priority in priorities}
+    for priority, bound in newest.items():
         after = b""
-        while page := broker.waiting(slot, priority, after, _PAGE, _HEAD_BYTES):
-            older = [waiting for waiting in page if int(waiting.entry_id.partition(b"-")[0]) <= started_ms]
+        while bound and (page := broker.waiting(slot, priority, after, _PAGE, _HEAD_BYTES)):
+            older = [waiting for waiting in page if _order(waiting.entry_id) <= _order(bound)]
             jobs = [_withdrawal(waiting, slot, keyring) for waiting in older]
             withdrawn += broker.withdraw(slot, priority, jobs, result_ttl_ms)
             on_progress(withdrawn)
@@ -51,6 +51,11 @@ def purge(
                 break
             after = page[-1].entry_id
     return withdrawn
+
+
+def _order(entry_id: bytes) -> tuple[int, int]:
+    milliseconds, _, number = entry_id.partition(b"-")
+    return int(milliseconds), int(number)
 
 
 def _withdrawal(waiting: WaitingEntry, slot: str, keyring: Keyring) -> Withdrawal:

@@ -84,9 +84,9 @@ def worker_program(
     return Program(device.name, arguments, {**environ, **own}, beats=True, output=output, probe=probe)
 
 
-def _longest_limit_s(settings: Settings) -> float:
-    """The longest limit of a forward that a package sets; 0 when no package sets one."""
-    limits = [0.0]
+def _longest_silence_s(settings: Settings) -> float:
+    """The longest limit of a forward, by the settings and the packages, and a second. Raises ConfigurationError."""
+    limits = [settings.inference.timeout_seconds]
     root = settings.inference.repo_root
     for found in discover(root) if root.is_dir() else ():
         try:
@@ -94,7 +94,7 @@ def _longest_limit_s(settings: Settings) -> float:
         except ConfigurationError:
             # The worker reports the problem of this package.
             continue
-    return max(limits)
+    return max(limits) + 1.0
 
 
 class JournalProbe:
@@ -102,6 +102,7 @@ class JournalProbe:
     are reported to the broker."""
 
     def __init__(self, settings: Settings, url: str) -> None:
+        self._settings = settings
         self._home = settings.home
         self._url = url
         self._ttl_ms = int(settings.inference.queue.job_ttl_s * 1000)
@@ -110,6 +111,13 @@ class JournalProbe:
     def kill_reason(self, pid: int, now: float) -> str | None:
         """See LivenessProbe.kill_reason."""
         return None if self._stall.turn(now) else hung(journal_path(self._home, pid), now)
+
+    def silence_s(self) -> float:
+        """See LivenessProbe.silence_s. Reads the packages again; 0 while their folder cannot be read."""
+        try:
+            return _longest_silence_s(self._settings)
+        except (ConfigurationError, OSError):
+            return 0.0
 
     def on_exit(self) -> None:
         """See LivenessProbe.on_exit. If the broker is away, the next worker on this machine reports the death."""
@@ -128,6 +136,6 @@ class JournalProbe:
 def worker_timeouts(settings: Settings) -> SupervisorTimeouts:
     """The time-outs for workers: a forward may take its limit or that of its package, a drain its grace period."""
     return SupervisorTimeouts(
-        silence_s=max(settings.inference.timeout_seconds, _longest_limit_s(settings)) + 1.0,
+        silence_s=_longest_silence_s(settings),
         warm_s=settings.inference.queue.drain_grace_s + _MARGIN_S,
     )

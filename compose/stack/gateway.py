@@ -113,6 +113,10 @@ class HttpProbe:
             process.question.start()
         return None
 
+    def silence_s(self) -> float:
+        """See LivenessProbe.silence_s. A server writes no heartbeat."""
+        return 0.0
+
     def on_exit(self) -> None:
         """See LivenessProbe.on_exit. The next process is a new one."""
 

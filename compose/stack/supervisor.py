@@ -49,6 +49,12 @@ class LivenessProbe(Protocol):
     def kill_reason(self, pid: int, now: float) -> str | None:
         """Why the process must be killed, or None; `now` is monotonic."""
 
+    def silence_s(self) -> float:
+        """The longest silence of a healthy process, as far as it is known now; 0: unknown.
+
+        Called when the process has been silent for longer than was expected until now.
+        """
+
     def on_exit(self) -> None:
         """Called when the process has ended without a stop signal."""
 
@@ -76,7 +82,7 @@ class SupervisorTimeouts:
     first_beat_s: float = 120.0
     """From the start to the first heartbeat; loading frameworks from a cold disk takes long."""
     silence_s: float = 31.0
-    """From a heartbeat to the kill: the limit of a forward and a second."""
+    """From a heartbeat to the kill: the limit of a forward and a second. The probe may know a longer one by then."""
     warm_s: float = 15.0
     """From SIGTERM to SIGQUIT: the grace period of a drain and a margin."""
     cold_s: float = 3.0
@@ -123,6 +129,7 @@ class ChildHealth:
         self.last_status: int | None = None
         """The last exit status; None before the first exit."""
         self._timeouts = timeouts
+        self._silence_s = timeouts.silence_s
         self._beats = beats
         self._started = 0.0
         self._last_beat: float | None = None
@@ -149,8 +156,15 @@ class ChildHealth:
         if self._last_beat is None:
             late = now - self._started > self._timeouts.first_beat_s
             return f"no heartbeat within {self._timeouts.first_beat_s:g} s of its start" if late else None
-        silent = now - self._last_beat > self._timeouts.silence_s
-        return f"no heartbeat for {self._timeouts.silence_s:g} s" if silent else None
+        return f"no heartbeat for {self._silence_s:g} s" if self.is_silent(now) else None
+
+    def is_silent(self, now: float) -> bool:
+        """Whether the last heartbeat is older than the longest silence of a healthy child."""
+        return self._beats and self._last_beat is not None and now - self._last_beat > self._silence_s
+
+    def allow_silence(self, silence_s: float) -> None:
+        """From now on the child may be silent for so long; an earlier, longer limit stays."""
+        self._silence_s = max(self._silence_s, silence_s)
 
     def is_steady(self, now: float) -> bool:
         """Whether the child, which runs, has run for so long that earlier failures do not count."""
@@ -213,8 +227,11 @@ class _Child:
 
     def kill_reason(self, now: float) -> str | None:
         """Why the process must be killed, by its heartbeat and its probe; or None."""
-        reason = self.health.kill_reason(now)
         probe = self.program.probe
+        if probe and self.health.is_silent(now):
+            # The limit is that of the packages at the start, and a version with a longer one may have come since.
+            self.health.allow_silence(probe.silence_s())
+        reason = self.health.kill_reason(now)
         return reason or (probe.kill_reason(self.process.pid, now) if probe and self.process else None)
 
     def send_signal(self, number: signal.Signals) -> bool:

@@ -46,8 +46,10 @@ _SERIES: Final = 10_000
 """Comparisons whose figures are kept in order. Drift and canary read them."""
 _CALL_PAIRS: Final = 32
 """Pairs that one script hands out or settles: the jobs of the model wait for the server meanwhile."""
+_NO_EXPIRY: Final = -1
+"""The answer of PTTL for a key that stays."""
 _REPORT_TTL_MS: Final = 30 * 24 * 3_600_000
-"""How long the report of a stopped shadow stays."""
+"""How long the report of a shadow stays after its stop, or after the end of its order."""
 
 
 class Mirrored(NamedTuple):
@@ -129,7 +131,7 @@ class RedisShadow(RedisConnection):
 
         record: the sealed order.
         """
-        args = [order.id, record, order.until_ms, order.candidate, order.form, order.canary_pairs]
+        args = [order.id, record, order.until_ms, order.candidate, order.form, order.canary_pairs, _REPORT_TTL_MS]
         running: bytes | None = self._run(_call("start_shadow", _all_keys(order.model), args))
         return running
 
@@ -233,11 +235,11 @@ class RedisShadow(RedisConnection):
 
     def note(self, slot: str, **facts: str) -> None:
         """Write facts about the shadow worker into the report, such as why it cannot load the candidate."""
-        self._run(["HSET", shadow_report_key(slot), *(part for fact in facts.items() for part in fact)])
+        self._note(slot, facts)
 
     def note_canary(self, slot: str, consumer: str, state: str) -> None:
         """Write what the canary of one shadow worker has found so far into the report."""
-        self._run(["HSET", shadow_report_key(slot), f"{CANARY_FIELD}{consumer}", state])
+        self._note(slot, {f"{CANARY_FIELD}{consumer}": state})
 
     def drift(self, slot: str) -> str:
         """What note_drift wrote last for the shadow that runs or ran last; empty: nothing."""
@@ -246,7 +248,14 @@ class RedisShadow(RedisConnection):
 
     def note_drift(self, slot: str, state: str) -> None:
         """Write the state of the drift monitors into the report, for a shadow worker that restarts."""
-        self._run(["HSET", shadow_report_key(slot), DRIFT_FIELD, state])
+        self._note(slot, {DRIFT_FIELD: state})
+
+    def _note(self, slot: str, facts: Mapping[str, str]) -> None:
+        key = shadow_report_key(slot)
+        has_new = self._run(["HSET", key, *(part for fact in facts.items() for part in fact)])
+        # A shadow worker that is late may write after the report has expired, which makes a key without an expiry.
+        if has_new and self._run(["PTTL", key]) == _NO_EXPIRY:
+            self._run(["PEXPIRE", key, _REPORT_TTL_MS])
 
     def end(self, slot: str, shadow: str, reason: str) -> int | None:
         """End a shadow and delete its pairs; returns how many. None: it had ended already."""

@@ -73,6 +73,7 @@ __all__ = [
     "ModelStage",
     "Registrable",
     "RegisteredVersion",
+    "StateAt",
     "Transition",
     "Veto",
     "VersionCallback",
@@ -82,6 +83,9 @@ Veto = Callable[[Change], str | None]
 """The reason why a change is refused; None: it is allowed."""
 VersionCallback = Callable[[str, str | None, str], None]
 """(model, previous content hash in production, new content hash in production)."""
+StateAt = Callable[[int], dict[str, Any]]
+"""The state of an experiment from the epoch of the change that stores it. Other changes of the model have epochs, too,
+so that only the transaction knows this one."""
 
 _MAX_TEXT: Final = 500
 _log: Final = logging.getLogger("penstock.registry")
@@ -269,7 +273,9 @@ class ModelRegistryClient:
             for row in transaction.rows.policies:
                 transaction.put_policy(seal_row(open_policy(row, self._verify), self._sign))
             change = Change(TransitionAction.SIGN, newest, newest.stage, reason=reason)
-            return self._record(transaction, model, change, newest.stage, None)
+            transition = self._record(transaction, model, change, newest.stage, None)
+        self._committed()
+        return transition
 
     def begin_experiment(self, experiment: Experiment, *, reason: str = "") -> Experiment:
         """Lets the arms of an experiment share the jobs; approvers and gate are asked for each arm.
@@ -287,14 +293,19 @@ class ModelRegistryClient:
                 self._ask(Change(TransitionAction.PROMOTE, seen.select(arm.version), ModelStage.PRODUCTION, production))
         return self._route(None, replace(experiment, begun_at=self._time()), reason)
 
-    def change_experiment(self, seen: Experiment, changed: Experiment, *, reason: str = "") -> Experiment:
+    def change_experiment(
+        self, seen: Experiment, changed: Experiment, *, reason: str = "", state_at: StateAt | None = None
+    ) -> Experiment:
         """Changes the weights, the status or the state of an experiment, or ends it, as `begin_experiment` began it.
 
-        Raises TransitionConflict if the experiment is not as `seen` any more.
+        state_at: makes the state from the epoch of this change; None: it is that of `changed`. Raises
+        TransitionConflict if the experiment is not as `seen` any more.
         """
-        return self._route(seen, changed, reason)
+        return self._route(seen, changed, reason, state_at)
 
-    def _route(self, seen: Experiment | None, changed: Experiment, reason: str) -> Experiment:
+    def _route(
+        self, seen: Experiment | None, changed: Experiment, reason: str, state_at: StateAt | None = None
+    ) -> Experiment:
         reason = _parse_text("reason", reason)
         with self._changing(changed.name) as (transaction, model):
             if seen is None:
@@ -303,6 +314,8 @@ class ModelRegistryClient:
                 raise TransitionConflict(f"{described_experiment(seen)} was changed meanwhile. Expected a new decision")
             production = model.select(LATEST)
             self._write(transaction, replace(production, epoch=model.epoch + 1))
+            if state_at is not None:
+                changed = replace(changed, state=state_at(model.epoch + 1))
             stored = self._write_experiment(transaction, changed, model.epoch + 1)
             change = Change(TransitionAction.ROUTE, production, ModelStage.PRODUCTION, reason=reason)
             self._record(transaction, model, change, ModelStage.PRODUCTION, None)

@@ -157,7 +157,8 @@ class PackageRef(NamedTuple):
 def discover(root: Path, name: str = "*") -> list[PackageRef]:
     """The packages under a models root, or those of one model, by name and ascending version.
 
-    Raises ConfigurationError when there is no such folder.
+    Folders whose name begins with a dot are none: programs write unfinished packages there. Raises ConfigurationError
+    when there is no such folder.
     """
     try:
         if not root.is_dir():
@@ -168,7 +169,8 @@ def discover(root: Path, name: str = "*") -> list[PackageRef]:
     except OSError as error:
         raise ConfigurationError(f"Models root {root.name!r} cannot be read ({error.strerror})") from None
     found = [PackageRef(file.parent.parent.name, file.parent.name, file.parent) for file in files]
-    return sorted(found, key=lambda ref: (ref.name, _version_order(ref.version)))
+    visible = [ref for ref in found if not ref.name.startswith(".") and not ref.version.startswith(".")]
+    return sorted(visible, key=lambda ref: (ref.name, _version_order(ref.version)))
 
 
 def find(root: Path, name: str, version: str | None = None) -> PackageRef:

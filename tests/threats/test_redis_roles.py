@@ -7,9 +7,11 @@ import json
 import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -357,12 +359,48 @@ def test_shadow_worker_does_all_of_its_work(stack: Stack):
         wait_until(lambda: shadow.step() == 0, 60, "a pair is compared")
         name = breaker_name("double", "0", CANDIDATE)
         assert breakers.force_open_breaker(name, "drift", new_breaker_id(), BreakerLimits()).did
+        # What a PASS of the canary does.
+        assert breakers.breakers("double").records[name].circuit == "open"
+        assert breakers.reset_breaker(name).did
         end.note_drift("double", "{}")
         assert end.drift("double") == "{}"
     report = json.loads(_penstock(stack, "shadow", "report", "double", "--json"))
     assert report["outcomes"] == {"fail": 1}, report
     assert json.loads(_penstock(stack, "shadow", "status", "--json"))[0]["mirror"]["mirrored"] == 1
     _penstock(stack, "shadow", "stop", "double")
+
+
+def test_operator_does_all_of_its_work_as_a_canary(stack: Stack):
+    """`penstock canary run` judges a candidate on traffic, refuses it, and ends the shadow that it has started."""
+    server = stack.server
+    folder = write_package(stack.models_root, "double", THRICE.replace("* 3", "* 7 + 1"), version="0.1")
+    _penstock(stack, "models", "register", str(folder), "--no-check")
+    environ = {
+        "PENSTOCK_REDIS_URL": server.url_of("operator"),
+        "PENSTOCK_HOME": str(server.folder),
+        "PENSTOCK_INFERENCE_REPO_ROOT": str(stack.models_root),
+    }
+    command = ("canary", "run", "double", "--candidate", "0.1", "--pairs", "100", "--json")
+    is_over = threading.Event()
+    traffic = threading.Thread(target=_submit_until, args=(server, is_over))
+    traffic.start()
+    try:
+        judged = CliRunner().invoke(main, command, env=environ)
+    finally:
+        is_over.set()
+        traffic.join()
+    assert judged.exit_code == 1, judged.output
+    assert json.loads(judged.stdout)["verdict"] == "FAIL"
+    assert json.loads(_penstock(stack, "shadow", "status", "double", "--json"))[0]["is_running"] is False
+
+
+def _submit_until(server: GuardedServer, is_over: threading.Event) -> None:
+    """Jobs for `double`, each with an input of its own: a cached answer is not mirrored."""
+    with Client(server.url_of("producer")) as client:
+        for number in count(1000):
+            if is_over.is_set():
+                return
+            client.submit("double", {"x": np.array([[number, 1, 2, 3]], np.float32)}).result(60)
 
 
 def _models(stack: Stack) -> str:
@@ -476,8 +514,6 @@ FORBIDDEN: dict[str, tuple[tuple[str | int, ...], ...]] = {
         ("CONFIG", "GET", "*"),
     ),
     "operator": (
-        ("XREADGROUP", "GROUP", "penstock", "me", "STREAMS", "infer.{double}.high", ">"),
-        ("XCLAIM", "infer.{double}.high", "penstock", "me", 0, "1-1"),
         ("XGROUP", "DESTROY", "infer.{double}.high", "penstock"),
         ("LPUSH", "penstock", "x"),
         ("GET", "celery-task-meta-x"),
@@ -565,6 +601,13 @@ FORBIDDEN_FROM_7: dict[str, tuple[tuple[str | int, ...], ...]] = {
         ("HGET", "{double}:webhooks:event:x", "target"),
         ("SET", "{double}:shadow", "x"),
         ("HSET", "{double}:shadowreport", "n:pass", "1"),
+    ),
+    # On the shadow queue it may, for `penstock canary run`.
+    "operator": (
+        ("XREADGROUP", "GROUP", "penstock", "me", "STREAMS", "infer.{double}.high", ">"),
+        ("XCLAIM", "infer.{double}.high", "penstock", "me", 0, "1-1"),
+        ("XGROUP", "CREATE", "infer.{double}.high", "mine", "0"),
+        ("ZREMRANGEBYRANK", "{double}:flow", 0, -1),
     ),
     "webhooks": (("SADD", "penstock:webhooks", "x"),),
     "flower": (("BRPOP", "penstock", 1), ("DEL", "penstock")),
@@ -664,7 +707,11 @@ OF_OPERATORS = {
         "stop_shadow",
     ),
 }
-OF_SHADOW_WORKERS = {"take_shadow", "settle_shadow", "end_shadow"}
+OF_SHADOW_WORKERS = {
+    *("take_shadow", "settle_shadow", "end_shadow"),
+    # Drift and a FAIL of the canary open the breaker of the candidate; a PASS reads and closes it.
+    *("breaker_force_open", "breaker_list", "breaker_reset"),
+}
 OF_DELIVERERS = {"take_webhooks", "settle_webhook", "count_webhooks"}
 
 
@@ -683,7 +730,8 @@ def _commands(source: str) -> set[str]:
         ("producer", OF_PRODUCERS),
         ("gateway", OF_GATEWAYS),
         ("worker", OF_WORKERS),
-        ("operator", OF_OPERATORS),
+        # `penstock canary run` works as a shadow worker.
+        ("operator", OF_OPERATORS | OF_SHADOW_WORKERS),
         ("webhooks", OF_DELIVERERS),
         ("shadow", OF_SHADOW_WORKERS),
     ],

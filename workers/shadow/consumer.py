@@ -30,7 +30,7 @@ import numpy as np
 from penstock.registry.broker.redis_shadow import RedisShadow, Settled, TakenPair
 from penstock.registry.deployment import Deployment
 from penstock.registry.envelope import Keyring, PairHeader
-from penstock.registry.errors import BrokerUnavailable, ConfigurationError, Corrupt, PenstockError
+from penstock.registry.errors import BrokerRefused, BrokerUnavailable, ConfigurationError, Corrupt, PenstockError
 from penstock.registry.package import ModelSpec
 from penstock.registry.settings_sections import InferenceConfig
 from penstock.registry.shadow import ShadowOrder, ShadowPair
@@ -194,11 +194,16 @@ class ShadowWorker:
         return self._running.candidate.pid if self._running is not None else None
 
     def run(self) -> None:
-        """Take turns until the process is to end. A broker that is away is waited for."""
+        """Take turns until the process is to end. A broker that is away is waited for.
+
+        Raises BrokerRefused: the broker is there, and no repetition helps.
+        """
         is_stopping = self._options.is_stopping
         while not is_stopping.is_set():
             try:
                 pause_s = self.step()
+            except BrokerRefused:
+                raise
             except BrokerUnavailable as error:
                 logger.warning("the broker is away: %s", error)
                 pause_s = _LOOK_S

@@ -61,5 +61,10 @@ if #examples > 0 then
   redis.call('ZADD', KEYS[4], unpack(examples))
   redis.call('ZREMRANGEBYRANK', KEYS[4], 0, -tonumber(ARGV[3]) - 1)
 end
+-- This script creates these two keys, which expire with the report.
+local expires_ms = redis.call('PTTL', KEYS[3])
+if expires_ms > 0 then
+  for index = 4, 5 do redis.call('PEXPIRE', KEYS[index], expires_ms) end
+end
 if freed > 0 and is_running then redis.call('HINCRBY', KEYS[2], 'bytes', -freed) end
 return table.concat(counted)

@@ -85,6 +85,17 @@ def test_framework_that_is_missing_is_named_before_anything_is_written(models_ro
     assert list(models_root.iterdir()) == []
 
 
+def test_unfinished_package_lies_where_no_package_is_looked_for(models_root: Path):
+    """make.py finds no model.yaml at the depth of a package, so a worker that starts meanwhile does not find one."""
+    make = (
+        f"from pathlib import Path; Path('seen').write_text(str(list(Path({str(models_root)!r}).glob('*/*/*.yaml'))))"
+    )
+    folder = write_package(
+        models_root, "mine", "1", "onnx", {"onnx": Template({"model.yaml": "", "make.py": make}, "{}")}
+    )
+    assert (folder / "seen").read_text() == "[]"
+
+
 def test_weights_that_cannot_be_made_leave_nothing_behind(models_root: Path):
     """The last line of make.py's error is the reason."""
     failing = {"onnx": Template({"model.yaml": "", "make.py": "raise ValueError('no weights')"}, "{}")}

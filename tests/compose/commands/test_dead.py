@@ -158,6 +158,29 @@ def test_bad_arguments_are_refused(there: dict[str, str], tmp_path: Path, argume
     assert refused.stdout == ""
 
 
+@pytest.mark.parametrize("words", ["list", "replay --all", "purge --all --yes"])
+def test_misspelt_model_is_refused(there: dict[str, str], tmp_path: Path, slot: str, words: str):
+    """A misspelt name must not look like a model without dead letters; the error lists the models that exist."""
+    command, *options = words.split()
+    refused = penstock(tmp_path, "dead", command, "nonesuch", *options, **there)
+    assert refused.exit_code == 1
+    assert refused.stderr.startswith("Error: Unknown model 'nonesuch'. Expected one of: ")
+    assert slot in refused.stderr
+
+
+def test_letters_of_a_model_that_is_not_announced_are_handled(
+    shared_redis: RedisServer, there: dict[str, str], tmp_path: Path, slot: str
+):
+    """They outlive their model, and can be listed and deleted then."""
+    gone = f"{slot}-gone"
+    with shared_redis.client() as client:
+        entry = client.xadd(dead_key(gone), {"reason": "why", "e": b"x"}).decode()
+    (letter,) = json.loads(penstock(tmp_path, "dead", "list", gone, "--json", **there).stdout)
+    assert letter["entry"] == entry
+    assert penstock(tmp_path, "dead", "purge", gone, "--all", "--yes", **there).exit_code == 0
+    assert penstock(tmp_path, "dead", "list", gone, **there).exit_code == 1
+
+
 def test_replay_of_a_missing_letter_fails_alone(
     shared_redis: RedisServer, there: dict[str, str], tmp_path: Path, slot: str
 ):

@@ -12,9 +12,11 @@ from penstock.registry.data_keys import new_data_key
 from penstock.safety.audit import KEY_OPERATION
 from penstock.safety.audit_reader import entries
 from penstock.safety.sealing import DataKeys
+from penstock.workers.cache.l2 import L2Cache, L2CacheConfig
 from penstock.workers.process.exit_status import EXIT_CONFIGURATION
 from tests.compose.conftest import penstock
 from tests.hsm import PIN, SoftHsm
+from tests.safety.audits import files_of
 
 KEY = "PENSTOCK_L2_ENCRYPTION_KEY"
 FILE = {"PENSTOCK_INFERENCE_PRIVACY_ENCRYPTION_KEY_SOURCE": "file"}
@@ -124,6 +126,47 @@ def test_operations_are_in_the_audit_log(tmp_path: Path):
         ("generate", "failed", []),
         ("read", "done", [key_id]),
     ]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "keys generate",
+        "keys rotate",
+        "keys rotate --to {data_key}",
+        "keys show",
+        "keys create shop",
+        "keys rotate {api_key}",
+        "keys revoke {api_key}",
+        "cache verify",
+    ],
+)
+def test_the_end_of_the_audit_log_is_stored(tmp_path: Path, command: str):
+    """A deletion of the entries is found, because each command stores the end of its chain in the registry."""
+    path = tmp_path / "inference_cache" / "cache.db"
+    path.parent.mkdir()
+    L2Cache(L2CacheConfig(db_path=path, encryption_key=bytes(32))).close()
+    if command != "keys generate":
+        assert penstock(tmp_path, "keys", "generate", **FILE).exit_code == 0
+    made = json.loads(penstock(tmp_path, "keys", "create", "web", "--json").stdout)
+    known = {file.name for file in files_of(tmp_path / "audit")}
+    data_key = shown_ids(tmp_path, **FILE)[0] if "data_key" in command else ""
+    words = command.format(api_key=made["id"], data_key=data_key).split()
+    assert penstock(tmp_path, *words, **FILE).exit_code == 0
+    for file in files_of(tmp_path / "audit"):
+        if file.name not in known:
+            file.unlink()
+    assert penstock(tmp_path, "audit", "verify").exit_code == 1
+
+
+@pytest.mark.parametrize("words", ["keys create shop", "keys generate"])
+def test_a_broker_that_is_away_fails_no_change_of_a_key(tmp_path: Path, words: str):
+    """The change is made, and the end of the audit log is in the registry alone."""
+    away = {"PENSTOCK_REDIS_URL": f"unix://{tmp_path}/absent.sock", **FILE}
+    assert penstock(tmp_path, *words.split(), **away).exit_code == 0
+    (file,) = files_of(tmp_path / "audit")
+    file.unlink()
+    assert penstock(tmp_path, "audit", "verify").exit_code == 1
 
 
 def test_misuse_is_refused_in_one_line(tmp_path: Path):

@@ -91,10 +91,12 @@ class Rollouts:
     def observe(self, *, jobs: int = 50, errors: int = 0) -> None:
         """Both versions have answered so many jobs in the present epoch; the candidate with so many errors."""
         found = self.experiments.last(self.site.model, "rollout")
+        active = active_deployment(self.site.broker, self.site.model)
+        assert active is not None
         arms = {label: ArmFigures(jobs=jobs, errors=errors * (label == "2")) for label in ("1", "2")}
         for figures in arms.values():
             figures.add_latencies([0.01] * (jobs - figures.errors))
-        field = observation_field(found.epoch, "w0:a")
+        field = observation_field(active.epoch, "w0:a")
         self.site.broker.observe(self.site.model, found.experiment, field, msgspec.json.encode(arms), 60_000)
 
     def share(self) -> float:
@@ -252,6 +254,39 @@ def test_sick_step_goes_back_and_its_figures_are_not_those_of_the_next(rollouts:
     rollouts.observe()
     assert rollouts.driver.turn(rollouts.found()).gate.verdict == "PASS"
     assert rollouts.found().state["failures"] == 1
+
+
+def set_policy(rollouts: Rollouts) -> None:
+    """A change of the model that gives its record another epoch, and leaves the rollout as it was."""
+    rollouts.site.deployer.set_policy(rollouts.site.model, "infer", {"window_ms": 5})
+
+
+def test_step_after_a_change_of_the_policy_waits_for_jobs_of_its_own(rollouts: Rollouts):
+    """Workers count under the epoch of the policy; the next step does not count these jobs again."""
+    rollouts.begin()
+    set_policy(rollouts)
+    rollouts.driver._pause(1)
+    rollouts.driver._pause(1)
+    assert rollouts.driver.turn(rollouts.found()).action is Action.ADVANCE
+    rollouts.now += 60
+    decision = rollouts.driver.turn(rollouts.found())
+    assert (decision.action, decision.gate.verdict) == (Action.WAIT, "INSUFFICIENT")
+    assert decision.gate.evidence["candidate_jobs"] == 0
+    rollouts.observe()
+    assert rollouts.driver.turn(rollouts.found()).action is Action.ADVANCE
+
+
+def test_a_step_that_fails_after_a_change_of_the_policy_is_one_failure(rollouts: Rollouts):
+    """The errors of a step do not fail the step after, when both follow a change of the policy."""
+    rollouts.begin()
+    rollouts.driver._pause(1)
+    rollouts.driver._pause(1)
+    assert rollouts.driver.turn(rollouts.found()).action is Action.ADVANCE
+    set_policy(rollouts)
+    rollouts.observe(jobs=60, errors=50)
+    assert rollouts.driver.turn(rollouts.found()).action is Action.STEP_BACK
+    assert rollouts.driver.turn(rollouts.found()).action is Action.WAIT
+    assert (rollouts.found().status, rollouts.found().state["failures"]) == ("running", 1)
 
 
 def test_pause_keeps_the_share_and_ends_the_driver(rollouts: Rollouts):

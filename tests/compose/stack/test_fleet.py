@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.compose.stack.fleet import Device, choose, worker_program, worker_timeouts
+from penstock.compose.stack.fleet import Device, JournalProbe, choose, worker_program, worker_timeouts
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.settings import Settings
+from tests.packages import write_package
 
 LISTING = """\
 GPU 0: NVIDIA H200 (UUID: GPU-aaaaaaaa-0000-0000-0000-000000000000)
@@ -100,3 +101,18 @@ def test_timeouts_follow_the_settings(tmp_path):
     given = settings(tmp_path, PENSTOCK_INFERENCE_TIMEOUT_SECONDS="7", PENSTOCK_INFERENCE_QUEUE_DRAIN_GRACE_S="3")
     timeouts = worker_timeouts(given)
     assert (timeouts.silence_s, timeouts.warm_s) == (8, 8)
+
+
+def test_the_silence_limit_follows_packages_that_are_added(tmp_path):
+    """The probe of a worker reads the packages again; a folder that cannot be read has no limit."""
+    root = tmp_path / "packages"
+    root.mkdir()
+    given = settings(tmp_path, PENSTOCK_INFERENCE_TIMEOUT_SECONDS="7", PENSTOCK_INFERENCE_REPO_ROOT=str(root))
+    probe = JournalProbe(given, "")
+    assert probe.silence_s() == 8
+    package = write_package(root, "slow", "def build(): ...")
+    with (package / "model.yaml").open("a") as spec:
+        spec.write("timeout_s: 20\n")
+    assert probe.silence_s() == 21
+    unreadable = settings(tmp_path, PENSTOCK_INFERENCE_REPO_ROOT=str(tmp_path / ("x" * 300)))
+    assert JournalProbe(unreadable, "").silence_s() == 0

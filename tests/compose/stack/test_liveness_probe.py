@@ -17,6 +17,7 @@ from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.queues import Priority, new_job_id
 from penstock.registry.settings import Settings
 from penstock.workers.process.crash_journal import journal_path
+from tests.packages import write_package
 from tests.servers import ROOT, RedisServer, let_pass, wait_until
 
 LIMIT_S = 1.0
@@ -25,7 +26,7 @@ A_DAY_MS = 86_400_000
 # The silence limit is ten minutes, so only the journal can cause a kill within this test.
 TIMEOUTS = SupervisorTimeouts(silence_s=600, first_delay_s=600, longest_delay_s=600)
 PROCESS = """
-import ctypes, os, sys, time
+import ctypes, os, sys, threading, time
 from pathlib import Path
 from penstock.registry.broker.base import Held
 from penstock.registry.queues import Priority
@@ -34,7 +35,8 @@ from penstock.workers.process.crash_journal import FileJournal, journal_path
 
 home, consumer, slot, entry, fault, limit_s = sys.argv[1:]
 journal = FileJournal(journal_path(Path(home), os.getpid()), consumer, 2)
-heartbeat.start(int(os.environ["PENSTOCK_HEARTBEAT_FD"]), lambda: None)
+beats = threading.Semaphore(0)
+heartbeat.start(int(os.environ["PENSTOCK_HEARTBEAT_FD"]), beats.release)
 jobs = [Held(slot, Priority.NORMAL, entry.encode(), slot + ".1")]
 if fault == "works":
     while True:
@@ -48,6 +50,12 @@ if fault == "dies":
     os._exit(0)
 if fault == "sleeps":
     time.sleep(3600)
+if fault == "holds the GIL for a while":
+    # The first beat is written before the second one is asked for.
+    beats.acquire()
+    beats.acquire()
+    ctypes.PyDLL(None).sleep(4)
+    print("ended", flush=True)
 ctypes.PyDLL(None).sleep(3600)
 """
 
@@ -55,7 +63,17 @@ ctypes.PyDLL(None).sleep(3600)
 class SupervisedWorker:
     """A worker with a claimed job, under a supervisor with a JournalProbe."""
 
-    def __init__(self, folder: Path, server: RedisServer, slot: str, fault: str, url: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        server: RedisServer,
+        slot: str,
+        fault: str,
+        url: str = "",
+        *,
+        limit_s: float = LIMIT_S,
+        timeouts: SupervisorTimeouts = TIMEOUTS,
+    ) -> None:
         self.broker = RedisStreams.from_url(server.url)
         self.broker.prepare([slot])
         job = Publication(new_job_id(slot), Priority.NORMAL, b"sealed", "acme")
@@ -63,13 +81,16 @@ class SupervisedWorker:
         self.broker.arm(CONSUMER, [slot], 1, 1000)
         (delivery,) = wait_until(self.broker.collect, 5, "the job is claimed")
         self.slot, self.home, self.output = slot, folder / "home", folder / "output"
-        settings = Settings.load(environ={"PENSTOCK_HOME": str(self.home)}, cwd=folder)
-        entry, limit_s = delivery.entry_id.decode(), str(LIMIT_S)
-        arguments = [sys.executable, "-c", PROCESS, str(self.home), CONSUMER, slot, entry, fault, limit_s]
+        root = folder / "packages"
+        root.mkdir(exist_ok=True)
+        environ = {"PENSTOCK_HOME": str(self.home), "PENSTOCK_INFERENCE_REPO_ROOT": str(root)}
+        settings = Settings.load(environ=environ, cwd=folder)
+        entry = delivery.entry_id.decode()
+        arguments = [sys.executable, "-c", PROCESS, str(self.home), CONSUMER, slot, entry, fault, str(limit_s)]
         environ = {"PYTHONPATH": str(ROOT), "PATH": os.environ["PATH"]}
         self.probe = JournalProbe(settings, url or server.url)
         program = Program("gpu0", arguments, environ, beats=True, output=self.output, probe=self.probe)
-        self.supervisor = Supervisor([program], TIMEOUTS)
+        self.supervisor = Supervisor([program], timeouts)
         self.supervisor.start()
         self.pid: int = wait_until(self.supervisor.pids, 20, "the worker runs")["gpu0"]
 
@@ -150,6 +171,24 @@ def test_a_worker_whose_forwards_end_in_time_is_left_alone(
     let_pass(2 * LIMIT_S)
     assert worker.supervisor.pids() == {"gpu0": worker.pid}
     assert [delivery.crashes for delivery in worker.take_over()] == [0]
+
+
+def test_a_silent_forward_has_the_limit_of_a_version_that_was_added_later(
+    workers: list[SupervisedWorker], tmp_path: Path, shared_redis: RedisServer, slot: str
+):
+    """A forward that holds the GIL has the limit of its package, also of one that the supervisor did not start with.
+
+    The silence limit of the start is one and a half seconds; the package allows ten minutes.
+    """
+    package = write_package(tmp_path / "packages", "slow", "def build(): ...")
+    with (package / "model.yaml").open("a") as spec:
+        spec.write("timeout_s: 600\n")
+    short = SupervisorTimeouts(silence_s=1.5, first_delay_s=600, longest_delay_s=600)
+    fault = "holds the GIL for a while"
+    workers.append(SupervisedWorker(tmp_path, shared_redis, slot, fault, limit_s=600, timeouts=short))
+    worker = workers[0]
+    wait_until(lambda: worker.is_gone or "ended" in worker.output.read_text(), 60, "the forward ends")
+    assert worker.supervisor.pids() == {"gpu0": worker.pid}
 
 
 def test_a_broker_that_is_away_neither_stops_the_supervisor_nor_loses_the_death(

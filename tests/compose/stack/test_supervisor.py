@@ -95,6 +95,18 @@ def test_silence_is_a_kill_reason_after_its_limit():
     assert "no heartbeat for 31 s" in str(health.kill_reason(152.5))
 
 
+def test_a_longer_silence_is_allowed_from_then_on():
+    """A longer limit replaces that of the start, and a shorter one does not."""
+    health = ChildHealth(SupervisorTimeouts(silence_s=31), beats=True)
+    health.on_start(0.0)
+    health.on_heartbeat("", 1.0)
+    assert health.is_silent(33.0)
+    health.allow_silence(61.0)
+    health.allow_silence(31.0)
+    assert health.kill_reason(61.0) is None
+    assert "no heartbeat for 61 s" in str(health.kill_reason(63.0))
+
+
 def test_a_reported_reason_is_a_kill_reason_at_once():
     """A reason that the child reports counts at once, and no longer after the next start."""
     health = ChildHealth(SupervisorTimeouts(), beats=True)

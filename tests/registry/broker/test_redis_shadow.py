@@ -105,6 +105,42 @@ def test_bytes_are_counted_anew_when_the_queue_is_gone(end: RedisShadow, slot: s
     assert end.mirror(order, [b"y" * 90]) == (1, 0)
 
 
+def expiries(server: RedisServer, slot: str) -> dict[str, int]:
+    """Milliseconds until each key of the shadow expires; -1: never."""
+    with server.client() as client:
+        return {key: client.pttl(key) for key in (make(slot) for make in SHADOW_KEYS) if client.exists(key)}
+
+
+@pytest.mark.parametrize("ends", ["in time", "by its canary"])
+def test_the_report_of_a_shadow_that_nobody_stops_expires(end: RedisShadow, slot: str, server: RedisServer, ends: str):
+    """No key of it stays for ever, also none that a comparison or a note has made: 30 days after its time."""
+    thirty_days_ms = 30 * 24 * 3_600_000
+    order = started(end, slot, until_ms=int(end.server_ms()) + 3_600_000)
+    end.mirror(order, [b"pair", b"left"])
+    taken = take(end, order, 1)
+    assert settle(end, order, taken, figures={"cosine": 1.0}, is_in_series=True, badness=1.0, example="{}") == [True]
+    end.note_canary(slot, "a", "{}")
+    if ends == "by its canary":
+        assert end.end(slot, order.id, "the canary says FAIL") == 1
+    found = expiries(server, slot)
+    assert 0 < found.pop(shadow_order_key(slot)) <= 3_600_000
+    found.pop(shadow_key(slot), None)
+    assert set(found) == {make(slot) for make in SHADOW_KEYS[2:]}
+    assert [key for key, ms in found.items() if not thirty_days_ms < ms <= thirty_days_ms + 3_600_000] == []
+
+
+@pytest.mark.parametrize("note", ["note", "note_canary", "note_drift"])
+def test_a_late_note_makes_no_key_that_stays(end: RedisShadow, slot: str, server: RedisServer, note: str):
+    """A shadow worker may write after the report has expired."""
+    if note == "note":
+        end.note(slot, problem="late")
+    elif note == "note_canary":
+        end.note_canary(slot, "a", "late")
+    else:
+        end.note_drift(slot, "late")
+    assert expiries(server, slot)[shadow_report_key(slot)] > 0
+
+
 def test_old_pairs_expire(end: RedisShadow, slot: str):
     """New pairs push them out, and the queue goes away with its last pair when none comes."""
     order = started(end, slot, pair_ttl_ms=50)

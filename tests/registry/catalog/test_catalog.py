@@ -36,7 +36,7 @@ from penstock.registry.errors import (
 )
 from penstock.registry.package import Package, load_package
 from penstock.registry.package.manifest import Manifest
-from tests.registry.catalog.catalogs import SOURCE, Catalog, productions
+from tests.registry.catalog.catalogs import SOURCE, Catalog, new_key, productions
 from tests.servers import ROOT
 
 DRAFT, STAGING, PRODUCTION, ARCHIVED = ModelStage
@@ -378,6 +378,20 @@ def test_every_change_is_audited_before_it_is_committed(catalog: Catalog):
         catalog.reopened(audit=full).promote(catalog.name, "2", PRODUCTION)
     assert catalog.stages() == {"1": PRODUCTION, "2": STAGING}
     assert len(catalog.client.history(catalog.name)) == 5
+
+
+def test_every_change_tells_that_it_is_committed(catalog: Catalog):
+    """Once for each, after it is recorded: the audit log stores its end then, also for new signatures."""
+    told: list[str] = []
+    client = catalog.reopened(
+        sign=new_key().sign, audit=lambda change: told.append(str(change.action)), committed=lambda: told.append("done")
+    )
+    catalog.put("1", PRODUCTION, client)
+    client.set_policy(catalog.name, "infer", {"window_ms": 5})
+    client.renew(catalog.name)
+    assert told == [
+        word for action in ("register", "promote", "promote", "policy", "sign") for word in (action, "done")
+    ]
 
 
 def test_change_is_seen_when_it_is_committed(catalog: Catalog):

@@ -57,6 +57,16 @@ def test_experiment_is_stored_with_an_epoch_of_its_own(stocked: Catalog):
     assert stocked.reopened().experiments(stocked.name) == (changed,)
 
 
+def test_a_state_is_made_from_the_epoch_that_stores_it(stocked: Catalog):
+    """The epoch of a change follows all changes of the model, also those that leave the experiment as it was."""
+    begun = stocked.client.begin_experiment(experiment_of(stocked))
+    policy = stocked.client.set_policy(stocked.name, "infer", {"window_ms": 5})
+    changed = stocked.client.change_experiment(begun, begun, state_at=lambda epoch: {"from_epoch": epoch})
+    assert changed.state == {"from_epoch": policy.epoch + 1}
+    assert changed.epoch == policy.epoch + 1
+    assert stocked.reopened().experiment(stocked.name) == changed
+
+
 def test_one_experiment_at_a_time(stocked: Catalog):
     """The second is refused with the first one's arms, and nothing changes; after its end there may be another."""
     begun = stocked.client.begin_experiment(experiment_of(stocked))

@@ -163,6 +163,15 @@ def test_versions_lie_side_by_side_and_a_root_lists_only_its_own(models_root: Pa
     assert [(ref.name, ref.version) for ref in discover(tmp_path / "other")] == [("else", "1")]
 
 
+def test_folders_that_begin_with_a_dot_are_no_packages(models_root: Path):
+    """A program that is killed leaves its unfinished package there."""
+    write(models_root, PLAIN)
+    for folder in (".new-a1b2/package", "plain/.unfinished"):
+        write(models_root, PLAIN, folder)
+    assert [(ref.name, ref.version) for ref in discover(models_root)] == [("plain", "1")]
+    assert [ref.version for ref in discover(models_root, "plain")] == ["1"]
+
+
 def test_a_pipe_or_a_flood_in_the_place_of_a_model_yaml_is_refused(tmp_path: Path):
     """Neither is waited for, nor read into memory."""
     folder = tmp_path / "piped" / "1"

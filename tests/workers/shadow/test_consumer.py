@@ -16,7 +16,7 @@ import pytest
 
 from penstock.registry.broker.redis_shadow import RedisShadow
 from penstock.registry.deployment import Deployment
-from penstock.registry.errors import BrokerUnavailable
+from penstock.registry.errors import BrokerRefused, BrokerUnavailable
 from penstock.registry.settings import Settings
 from penstock.registry.shadow import ShadowOrder
 from penstock.safety.canary import CanaryState, CanaryVerdict
@@ -389,6 +389,39 @@ def test_failure_is_told_once_the_broker_is_back(open_shadow: OpenShadow):
     worker.step()
     assert told == ["record", "stop", "stop", "tell"]
     assert shadow.end.mirror(order, [pair_of(order)]) is None
+
+
+def test_a_refusal_by_the_broker_ends_the_shadow_worker(open_shadow: OpenShadow, shared_redis: RedisServer):
+    """It is raised with the missing right; a worker that only waited would look as if the broker were away."""
+    shadow = open_shadow()
+    is_stopping = threading.Event()
+    ended: list[BaseException] = []
+
+    def run(worker: ShadowWorker) -> None:
+        try:
+            worker.run()
+        except BrokerRefused as error:
+            ended.append(error)
+
+    with shared_redis.client() as overseer:
+        user = f"without-{shadow.model}"
+        overseer.acl_setuser(user, enabled=True, nopass=True, keys=["*"], commands=["+@all", "-xreadgroup"])
+        try:
+            url = shared_redis.url + ("&" if "?" in shared_redis.url else "?") + f"username={user}&password=x"
+            with closing(RedisShadow.from_url(url)) as end:
+                shadow.mirror(1)
+                shadow.end = end
+                thread = threading.Thread(target=run, args=[shadow.worker(is_stopping=is_stopping)])
+                thread.start()
+                try:
+                    wait_until(lambda: ended, 60, "the shadow worker ends")
+                finally:
+                    is_stopping.set()
+                    thread.join()
+        finally:
+            overseer.acl_deluser(user)
+    assert "NOPERM" in str(ended[0])
+    assert "`take_shadow` needs" in str(ended[0])
 
 
 def test_a_late_end_harms_no_later_shadow(open_shadow: OpenShadow):
