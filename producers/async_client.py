@@ -171,10 +171,8 @@ class AsyncClient(
             try:
                 while not run.is_over:
                     if chunk := run.next_items():
-                        refused = run.refused
-                        run.submitted(
-                            await self._submit_many(model, chunk, options, first_index=run.count, refused=refused)
-                        )
+                        with run.submitting() as places:
+                            run.submitted(await self._submit_many(model, chunk, options, **places))
                     for handle in run.due():
                         try:
                             await handle._await_end(None)

@@ -16,7 +16,7 @@ from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
-from penstock.producers.core import ClientCore, Inputs, Item, Items, Refused
+from penstock.producers.core import ClientCore, Inputs, Item, Items, Refused, Untaken
 from penstock.producers.events import EventMerger, JobEvent, Silence, is_end, unqueued_events
 from penstock.producers.gathering import (
     ENDS,
@@ -109,13 +109,14 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], 
         first_index: int = 0,
         refused: Refused = None,
         timeout_s: float | None = None,
+        untaken: Untaken = None,
     ) -> list[JobHandle]:
         spec = self._specs.get(model, options.version, self._read_spec)
         found: Mapping[int, CachedAnswer] = {}
         if self._cached is not None:
             items = list(items)
             found = self._look_up(self._cached, spec, items, options)
-        with self._submit_run(spec, items, options, first_index, refused, timeout_s, found) as run:
+        with self._submit_run(spec, items, options, first_index, refused, timeout_s, found, untaken) as run:
             while chunk := run.next_chunk():
                 receipts = self._broker.publish(model, chunk, self._limits)
                 if pause_s := run.settle(receipts, time.monotonic()):
@@ -141,8 +142,8 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], 
             try:
                 while not run.is_over:
                     if chunk := run.next_items():
-                        refused = run.refused
-                        run.submitted(self._submit_many(model, chunk, options, first_index=run.count, refused=refused))
+                        with run.submitting() as places:
+                            run.submitted(self._submit_many(model, chunk, options, **places))
                     for handle in run.due():
                         try:
                             if handle._state.record is None:

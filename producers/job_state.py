@@ -196,7 +196,7 @@ class JobState(msgspec.Struct, eq=False, weakref=True):
     record: the terminal record once it is known.
     look_at: the monotonic time in seconds at which the client looks at the record, because the job's deadline or
     lifetime has passed; infinite while that is not known.
-    seen_at: the monotonic time in seconds at which the broker surely had the job, as of the last look; minus infinity
+    seen_at: the monotonic time in seconds at which the job had surely not ended, as of the last look; minus infinity
     while that is not known.
     """
 
@@ -225,11 +225,13 @@ class JobState(msgspec.Struct, eq=False, weakref=True):
         if record is None:
             raise self.missing()
         if record.state is not State.QUEUED:
+            # How long it is kept from now on is not known.
             self.outcome = self._open(record)
             self.record = record
-        elif record.tenant != self.tenant:
+            return record
+        if record.tenant != self.tenant:
             raise self.missing()
-        elif record.left_ms is not None:
+        if record.left_ms is not None:
             # A job whose time has passed lives while a worker holds it.
             pause_s = _LOOK_AGAIN_S if record.left_ms < 0 else record.left_ms / 1000 + _CLOCK_STEP_S
             self.look_at = time.monotonic() + pause_s

@@ -7,14 +7,24 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, Self, TypeAlias, TypedDict, TypeVar, cast
 
 from penstock.producers.job_state import HandleCore, JobState
 from penstock.producers.submission import with_keys
-from penstock.registry.errors import ConfigurationError, InvalidInput, JobFailed, JobLost
+from penstock.registry.errors import (
+    BrokerUnavailable,
+    ConfigurationError,
+    IdempotencyConflict,
+    InvalidInput,
+    JobFailed,
+    JobLost,
+    QueueFull,
+    Rejected,
+)
 from penstock.registry.tensors import Array
 
 if TYPE_CHECKING:
@@ -64,12 +74,20 @@ class MapOrder(NamedTuple):
     window: int
 
 
+class Places(TypedDict):
+    """Arguments of a client's `_submit_many`: the index of the first item, and what takes errors by index."""
+
+    first_index: int
+    refused: dict[int, InvalidInput] | None
+    untaken: dict[int, Rejected] | None
+
+
 class _InFlight(NamedTuple, Generic[Handle]):
     """An item without a result. It has a handle, or the error with which it was refused."""
 
     handle: Handle | None
     is_whole: bool
-    refusal: InvalidInput | None
+    refusal: Rejected | None
 
 
 class MapRun(Generic[Handle]):
@@ -86,8 +104,12 @@ class MapRun(Generic[Handle]):
         self._window = order.window
         self._chunk = max(1, order.window // 4)
         self._returns_errors = _returns_errors(order.on_error)
-        self.refused: dict[int, InvalidInput] | None = None
+        self._refused: dict[int, InvalidInput] | None = None
         """Takes the errors of the items at hand by index. None: the first one is raised."""
+        self._untaken: dict[int, Rejected] | None = None
+        """The same, for idempotency keys that belong to other jobs."""
+        self._stranded: Sequence[object] = ()
+        """The handles of the jobs of a chunk that were accepted before its error."""
         self._in_flight: deque[_InFlight[Handle]] = deque()
         self._is_exhausted = False
         self._taken: list[bool] = []
@@ -119,7 +141,7 @@ class MapRun(Generic[Handle]):
         taken = list(islice(self._source, self._chunk))
         self._is_exhausted = not taken
         self._taken = [isinstance(item, Mapping) for item, _ in taken]
-        self.refused = {} if self._returns_errors else None
+        self._refused, self._untaken = ({}, {}) if self._returns_errors else (None, None)
         return [
             (item if is_whole else self._inputs(item), key)
             for (item, key), is_whole in zip(taken, self._taken, strict=True)
@@ -130,9 +152,19 @@ class MapRun(Generic[Handle]):
         count = len(self._in_flight) - (0 if self._is_exhausted else self._window - self._chunk)
         return [each.handle for each in islice(self._in_flight, max(0, count)) if each.handle is not None]
 
+    @contextmanager
+    def submitting(self) -> Iterator[Places]:
+        """Inside of the block the last chunk is submitted, with these arguments. An error leaves unfinished jobs."""
+        try:
+            yield {"first_index": self.count, "refused": self._refused, "untaken": self._untaken}
+        except (IdempotencyConflict, QueueFull, BrokerUnavailable) as error:
+            self._stranded = error.accepted
+            raise
+
     def submitted(self, handles: Sequence[Handle]) -> None:
-        """Takes the handles of the last chunk, in its order. Items in `refused` have none."""
-        refused, rest = self.refused or {}, iter(handles)
+        """Takes the handles of the last chunk, in its order. Items that were refused have none."""
+        refused: dict[int, Rejected] = {**(self._refused or {}), **(self._untaken or {})}
+        rest = iter(handles)
         for index, is_whole in enumerate(self._taken, self.count):
             refusal = refused.get(index)
             self._in_flight.append(_InFlight(None if refusal else next(rest), is_whole, refusal))
@@ -165,7 +197,8 @@ class MapRun(Generic[Handle]):
 
     def unfinished(self) -> list[Handle]:
         """The jobs in flight that this `map` began. An earlier job with the same idempotency key is not among them."""
-        handles = (each.handle for each in self._in_flight)
+        stranded = cast("Sequence[Handle]", self._stranded)
+        handles = (*(each.handle for each in self._in_flight), *stranded)
         return [handle for handle in handles if handle is not None and handle._state.awaits_reply]
 
     def _inputs(self, item: Any) -> Mapping[str, object] | InvalidInput:

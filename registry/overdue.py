@@ -56,6 +56,6 @@ class OverdueJobs:
             if job is None or not is_job_id(job.id, slot) or (job.key and job.key not in self._keyring.ids):
                 continue
             lifetime_ms = min(job.deadline_ms or self._job_ttl_ms, self._job_ttl_ms)
-            if now_ms > int(waiting.entry_id.partition(b"-")[0]) + lifetime_ms:
+            if now_ms > waiting.accepted_ms + lifetime_ms:
                 sealed = unrun_result(job.id, job.context, EXPIRED, self._keyring, worker=self._worker, key=job.key)
                 yield Withdrawal(waiting.entry_id, job.id, job.tenant, sealed, State.EXPIRED)

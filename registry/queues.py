@@ -98,7 +98,8 @@ WORKERS_KEY: Final = "penstock:workers"
 """Sorted set: worker name by the time of its last report, in ms of the broker's clock."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
-_LOCAL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_:-]{0,127}\Z")
+# No id ends as the keys that belong to another job's record do.
+_LOCAL_ID = re.compile(r"(?![\w:-]*:(?:events|overdue)\Z)[A-Za-z0-9][A-Za-z0-9_:-]{0,127}\Z")
 _TIMED = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[78][0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}\Z")
 
 

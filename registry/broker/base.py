@@ -349,6 +349,13 @@ class WaitingEntry(NamedTuple):
 
     entry_id: bytes
     head: bytes
+    accepted_first_ms: int = 0
+    """When the job of a replayed dead letter was accepted; 0: with this entry."""
+
+    @property
+    def accepted_ms(self) -> int:
+        """When the job was accepted, in ms of the broker's clock."""
+        return self.accepted_first_ms or int(self.entry_id.partition(b"-")[0])
 
 
 class Withdrawal(NamedTuple):
@@ -631,6 +638,12 @@ class OperatorEnd(FleetEnd, Protocol):
 
     def waiting(self, slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> list[WaitingEntry]:
         """Up to `count` entries after `after` that no worker holds, oldest first. Empty `after`: from the first."""
+
+    def newest_entry(self, slot: str, priority: Priority) -> bytes:
+        """The id of the newest entry of the queue, waiting or held; empty: there is none.
+
+        Ids only grow, also after the broker's clock was set back: a later entry has a greater one.
+        """
 
     def queued_job(self, job_id: str) -> Delivery | None:
         """The queue entry of a job that has not ended, with its incidents, as a worker would get it. Claims nothing.

@@ -27,6 +27,7 @@ from penstock.registry.queues import (
     keyrings_key,
     lane_key,
     local_record_key,
+    meter_key,
     paused_key,
     quarantine_key,
     shadow_flow_key,
@@ -41,10 +42,12 @@ from penstock.registry.queues import (
 __all__ = ["call_for", "calls", "is_foreign", "parse_quarantined", "sweep"]
 
 _FLOW: Final = key_group(flow_key("any"))
+_COUNTERS: Final = {_FLOW, key_group(usage_key("any")), key_group(meter_key("any", "any"))}
+"""Hashes whose fields are counted up."""
 _RECORD: Final = key_group(local_record_key("any", "any"))
 _WRONG_TYPE: Final = "WRONGTYPE"
 _NO_NUMBER: Final = ("hash value is not an integer", "increment or decrement would overflow")
-"""A counter of a flow key is no number."""
+"""A counter of a hash is no number, or too large a one. The error does not name the hash."""
 
 
 def parse_quarantined(name: str) -> Quarantined:
@@ -68,7 +71,7 @@ def calls(command: Sequence[Any], error: Exception) -> list[scripts.Call]:
     """The calls that quarantine the foreign keys of a command, after its error: one for each slot."""
     keys = list(dict.fromkeys(_keys_of(command)))
     has_bad_counter = _WRONG_TYPE not in str(error)
-    types = {key: "" if has_bad_counter and key_group(key) == _FLOW else key_type(key) for key in keys}
+    types = {key: "counters" if has_bad_counter and key_group(key) in _COUNTERS else key_type(key) for key in keys}
     slots = dict.fromkeys(map(slot_in, keys))
     return [call_for({key: kind for key, kind in types.items() if slot_in(key) == slot}) for slot in slots]
 

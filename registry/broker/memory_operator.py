@@ -96,10 +96,20 @@ class MemoryOperatorEnd(MemoryWebhookEnd):
             queue = self._state.queue(slot, priority)
             free = {entry_id: lease.sealed for entry_id, lease in queue.leases.items() if lease.owner == NO_OWNER}
             found = sorted(
-                (parse_entry_id(entry_id.decode()), WaitingEntry(entry_id, sealed[:head_bytes]))
+                (
+                    parse_entry_id(entry_id.decode()),
+                    WaitingEntry(entry_id, sealed[:head_bytes], queue.accepted_first_ms.get(entry_id, 0)),
+                )
                 for entry_id, sealed in {**free, **queue.waiting}.items()
             )
             return [waiting for order, waiting in found if order > cursor][:count]
+
+    def newest_entry(self, slot: str, priority: Priority) -> bytes:
+        """See OperatorEnd.newest_entry."""
+        with self._lock:
+            queue = self._state.queue(slot, priority)
+            entries = [*queue.waiting, *queue.leases]
+            return max(entries, key=lambda entry_id: parse_entry_id(entry_id.decode()), default=b"")
 
     def queued_job(self, job_id: str) -> Delivery | None:
         """See OperatorEnd.queued_job."""

@@ -17,7 +17,7 @@ import hiredis
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
+from redis.exceptions import BusyLoadingError, NoScriptError, OutOfMemoryError, ReadOnlyError, ResponseError
 
 from penstock.registry.broker import foreign_keys, meters
 from penstock.registry.broker import redis_scripts as scripts
@@ -456,11 +456,14 @@ class _Wire(asyncio.Protocol):
         await asyncio.wait([self._closed], timeout=self._timeout_s)
 
 
-def _reply_error(text: str) -> ResponseError:
+def _reply_error(text: str) -> redis.RedisError:
     """The exception for an error line of the server. Only the kinds that we handle have classes of their own."""
     word, _, rest = text.partition(" ")
     if word == "NOSCRIPT":
         return NoScriptError(rest)
+    if word == "LOADING":
+        # A ConnectionError: the call is repeated until its time is over.
+        return BusyLoadingError(rest)
     if word == "OOM":
         return OutOfMemoryError(rest)
     if word == "READONLY":

@@ -33,6 +33,7 @@ from penstock.registry.queues import (
     ratings_key,
     record_key,
     slot_of,
+    stream_key,
     worker_key,
 )
 
@@ -109,6 +110,12 @@ class RedisOperator(RedisSpecs):
     def waiting(self, slot: str, priority: Priority, after: bytes, count: int, head_bytes: int) -> list[WaitingEntry]:
         """See OperatorEnd.waiting."""
         return letters.parse_waiting(self._run(letters.waiting(slot, priority, after, count, head_bytes)))
+
+    def newest_entry(self, slot: str, priority: Priority) -> bytes:
+        """See OperatorEnd.newest_entry."""
+        newest = self._run(["XREVRANGE", stream_key(slot, priority), "+", "-", "COUNT", 1])
+        entry_id: bytes = newest[0][0] if newest else b""
+        return entry_id
 
     def queued_job(self, job_id: str) -> Delivery | None:
         """See OperatorEnd.queued_job."""

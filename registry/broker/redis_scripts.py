@@ -453,7 +453,10 @@ def _with_incidents(delivery: Delivery, incidents: Sequence[bytes]) -> Delivery:
 
 
 def quarantine(quarantine: str, types: Mapping[str, str]) -> Call:
-    """One call that quarantines foreign keys. types: by key, its type; empty: quarantine it, whatever it holds."""
+    """One call that quarantines foreign keys. types: by key, its type; empty: quarantine it, whatever it holds.
+
+    counters: a hash of whole numbers.
+    """
     return call("quarantine", [quarantine, *types], [QUARANTINE_CAP, *types.values()])
 
 

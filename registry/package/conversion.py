@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.registry.errors import InvalidInput
-from penstock.registry.package.signature import BATCH, TensorSpec
+from penstock.registry.package.signature import BATCH, TensorSpec, as_array
 from penstock.registry.tensors import DTYPES, STRING, Array
 
 __all__ = ["cast", "conversions"]
@@ -35,7 +35,7 @@ def conversions(specs: Iterable[TensorSpec], inputs: Mapping[str, object]) -> di
             if spec.dtype == STRING and spec.shape == (BATCH,):
                 changed[spec.name] = [str(value)]
         elif hasattr(value, "__array__"):
-            found, dtype = np.asarray(value), DTYPES[spec.dtype]
+            found, dtype = as_array(spec.name, value), DTYPES[spec.dtype]
             if found.dtype.newbyteorder("<") != dtype and {found.dtype.kind, dtype.kind} <= _NUMBERS:
                 if (array := cast(found, dtype)) is None:
                     raise _misfit(spec, found)

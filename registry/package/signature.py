@@ -20,7 +20,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from penstock.registry.errors import InvalidInput, ModelError, shown
 from penstock.registry.tensors import DTYPES, MAX_DIMS, STRING, Array
 
-__all__ = ["BATCH", "Signature", "TensorName", "TensorSpec", "shape_text"]
+__all__ = ["BATCH", "Signature", "TensorName", "TensorSpec", "as_array", "shape_text"]
 
 BATCH: Final = "batch"
 """The symbolic dimension along which jobs are concatenated. It is always the first one."""
@@ -288,7 +288,7 @@ class _Numbers:
 
     def _convert(self, value: object) -> Array:
         if hasattr(value, "__array__"):
-            array = np.asarray(value)
+            array = as_array(self.name, value)
             if array.dtype.newbyteorder("<") == self._dtype:
                 return array.astype(self._dtype)
             raise InvalidInput(
@@ -361,7 +361,7 @@ class _Strings:
     def _convert(self, value: object) -> Array:
         if not hasattr(value, "__array__"):
             return _elements(self.name, value)
-        array = np.asarray(value)
+        array = as_array(self.name, value)
         if array.dtype.kind not in "OUT":
             raise InvalidInput(f"{self.name}: dtype {_dtype_text(array.dtype)}. Expected {STRING}")
         return array.astype(object, copy=False)
@@ -373,6 +373,16 @@ def _plan(spec: TensorSpec, max_length: int | None) -> _Numbers | _Strings:
 
 def _free_axes(spec: TensorSpec) -> tuple[int, ...]:
     return tuple(axis for axis, dim in enumerate(spec.shape) if isinstance(dim, str) and dim != BATCH)
+
+
+def as_array(name: str, value: object) -> Array:
+    """The array that an object offers by `__array__`. Raises InvalidInput where that raises, as for bfloat16."""
+    try:
+        return np.asarray(value)
+    except Exception as error:  # it is code of another library
+        raise InvalidInput(
+            f"{name}: a {type(value).__name__} that gives no array ({type(error).__name__}). Expected one of NumPy"
+        ) from error
 
 
 def _elements(name: str, value: object) -> Array:

@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.registry import queues
 from penstock.registry.audit_heads import AuditHead
 from penstock.registry.broker.base import (
     Broker,
+    CancelOutcome,
     Claim,
     CommitStatus,
     Delivery,
@@ -193,6 +195,7 @@ CALLS: dict[str, Callable[[World], object]] = {
     "committed": lambda w: w.broker.committed(w.slot),
     "workers": lambda w: w.broker.workers(),
     "waiting": lambda w: w.broker.waiting(w.slot, Priority.NORMAL, b"", 8, 8),
+    "newest_entry": lambda w: w.broker.newest_entry(w.slot, Priority.NORMAL),
     "queued_job": lambda w: w.broker.queued_job(w.waiting.job_id),
     "pause": lambda w: w.broker.pause(w.slot),
     "resume": lambda w: w.broker.resume(w.slot),
@@ -374,6 +377,51 @@ def test_a_counter_that_is_no_number_stops_nothing(redis_brokerage: OnRedis, ope
             client.hset(queues.flow_key(world.slot), field_name, "no number")
             call(world)
             assert world.broker.publish(world.slot, [publication(world.slot)], ROOMY)[0].outcome == "accepted", called
+
+
+@pytest.mark.parametrize("how", ["cancel", "dead letter", "withdraw"])
+@pytest.mark.parametrize("is_counter", [True, False], ids=["counter", "events"])
+def test_an_end_is_told_though_a_key_beside_it_is_foreign(
+    redis_brokerage: OnRedis, slot: str, how: str, is_counter: bool
+):
+    """Its webhook is queued and its client hears of it. A repeated call would find the job ended."""
+    with closing(redis_brokerage.connect()) as broker, redis_brokerage.server.client() as client:
+        job = publication(slot, reply=queues.reply_key(slot, "c"), webhook="https://example.com/hook")
+        broker.publish(slot, [job], ROOMY)
+        broker.job_record(job.job_id, subscribe=True)
+        if is_counter:
+            client.hset(queues.flow_key(slot), "t:acme", "no number")
+        else:
+            overwrite(client, queues.events_key(job.job_id))
+        if how == "cancel":
+            assert broker.cancel(job.job_id, "acme", b"end") is CancelOutcome.CANCELLED
+        elif how == "dead letter":
+            (delivery,) = claim(broker, "w", slot)
+            assert broker.dead_letter("w", delivery, "poison", job_id=job.job_id, sealed=b"end")
+        else:
+            (entry,) = broker.waiting(slot, Priority.NORMAL, b"", 9, 64)
+            withdrawal = Withdrawal(entry.entry_id, job.job_id, "acme", b"end")
+            assert broker.withdraw(slot, Priority.NORMAL, [withdrawal], TTL_MS) == 1
+        assert broker.count_webhooks(slot).waiting == 1
+        assert [entry.fields[1][1:] for entry in broker.read({job.reply: "0-0"}, 0)] == [b"-end"]
+
+
+@pytest.mark.parametrize("what", ["usage", "flow"])
+def test_only_the_hash_with_the_bad_counter_is_quarantined(redis_brokerage: OnRedis, slot: str, what: str):
+    """Redis does not name it. The other one has the jobs in flight, or what an account has used."""
+    with closing(redis_brokerage.connect()) as broker, redis_brokerage.server.client() as client:
+        paid = replace(publication(slot), account="k1")
+        assert broker.publish(slot, [paid], ROOMY)[0].outcome == "accepted"
+        (month,) = {field.partition(b":")[2] for field in client.hgetall(queues.usage_key(slot))}
+        if what == "usage":
+            client.hset(queues.usage_key(slot), b"k1:" + month, "no number")
+        else:
+            client.hset(queues.flow_key(slot), "t:acme", str(2**63 - 1))
+        for _ in range(2):
+            job = replace(publication(slot), account="k1")
+            assert broker.publish(slot, [job], ROOMY)[0].outcome == "accepted"
+        bad = queues.usage_key(slot) if what == "usage" else queues.flow_key(slot)
+        assert [each.key for each in broker.quarantined(slot)] == [bad]
 
 
 def test_the_oldest_make_room_in_the_quarantine(redis_brokerage: OnRedis, slot: str):

@@ -4,7 +4,7 @@ at it."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 
@@ -97,3 +97,17 @@ def test_other_steps_at_the_limit_lose_nothing(redis_brokerage: OnRedis, broker:
             broker.replay(slot, letter.entry, publication(slot, job_id=job_id), TTL_MS)
         assert broker.dead_letters(slot) == [letter]
         assert broker.waiting(slot, Priority.NORMAL, b"", 8, 64) == []
+
+
+def test_webhooks_at_the_limit_stay(redis_brokerage: OnRedis, slot: str):
+    """A deliverer that looks for due ones meets the error of the server. None of them is taken for a foreign key."""
+    with closing(redis_brokerage.connect()) as broker:
+        jobs = [publication(slot, webhook="https://example.com/hook") for _ in range(3)]
+        broker.publish(slot, jobs, ROOMY)
+        settle(broker, "w", *map(commit_of, claim(broker, "w", slot)))
+        with filled(redis_brokerage, 1.2):
+            for _ in range(2):
+                with pytest.raises(BrokerUnavailable, match="out of memory"):
+                    broker.take_webhooks(slot, 8, 60_000)
+            assert broker.count_webhooks(slot).waiting == 3
+        assert {each.job_id for each in broker.take_webhooks(slot, 8, 60_000)} == {job.job_id for job in jobs}

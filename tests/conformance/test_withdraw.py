@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.registry.broker.base import Broker, CommitStatus, JobRecord, Limits, State, Withdrawal
+from penstock.registry.broker.base import Broker, CommitStatus, JobRecord, Limits, Replay, State, Withdrawal
 from penstock.registry.queues import Priority, reply_key
 from tests.conformance.conftest import Brokerage
 from tests.conformance.jobs import (
@@ -38,6 +38,20 @@ def test_waiting_jobs_are_seen_in_order(broker: Broker, slot: str):
     assert broker.waiting(slot, Priority.NORMAL, found[-1].entry_id, 3, 1000) == []
     assert broker.waiting(slot, Priority.LOW, b"", 3, 1000) == []
     assert broker.waiting(slot, Priority.NORMAL, b"", 1, 5)[0].head == expected[0][:5].encode()
+
+
+def test_newest_entry_bounds_those_that_are_there(broker: Broker, brokerage: Brokerage, slot: str):
+    """Held entries count, and each later one has a greater id, also after the broker's clock was set back."""
+    assert broker.newest_entry(slot, Priority.NORMAL) == b""
+    publish(broker, slot, 2)
+    second = broker.newest_entry(slot, Priority.NORMAL)
+    assert [delivery.entry_id for delivery in claim(broker, "w", slot)][-1] == second
+    brokerage.elapse(-3_600_000)
+    publish(broker, slot, 1)
+    (third,) = [entry.entry_id for entry in broker.waiting(slot, Priority.NORMAL, second, 9, 1000)]
+    assert broker.newest_entry(slot, Priority.NORMAL) == third
+    assert third > second
+    assert broker.newest_entry(slot, Priority.LOW) == b""
 
 
 def test_queue_without_a_worker_is_seen_too(broker: Broker, slot: str):
@@ -103,3 +117,20 @@ def test_bytes_that_are_no_job_are_removed(broker: Broker, slot: str):
     (foreign,) = broker.waiting(slot, Priority.NORMAL, b"", 9, 1000)
     assert broker.withdraw(slot, Priority.NORMAL, [Withdrawal(foreign.entry_id)], TTL_MS) == 1
     assert broker.withdraw(slot, Priority.NORMAL, [], TTL_MS) == 0
+
+
+def test_replayed_dead_letter_is_seen_as_its_job(broker: Broker, brokerage: Brokerage, slot: str):
+    """Its entry has the time of its acceptance, too. Its bytes begin as those of any other."""
+    job = publication(slot)
+    broker.publish(slot, [job], ROOMY)
+    (delivery,) = claim(broker, "w", slot)
+    accepted_ms = delivery.accepted_ms
+    assert broker.dead_letter("w", delivery, "poison", job_id=job.job_id, sealed=b"dead")
+    brokerage.elapse(2000)
+    (letter,) = broker.dead_letters(slot)
+    assert broker.replay(slot, letter.entry, job, 60_000, keeps_acceptance=True) is Replay.REPLAYED
+    (found,) = broker.waiting(slot, Priority.NORMAL, b"", 9, 1000)
+    assert (found.head, found.accepted_ms) == (job.sealed, accepted_ms)
+    withdrawal = Withdrawal(found.entry_id, job.job_id, "acme", b"purged")
+    assert broker.withdraw(slot, Priority.NORMAL, [withdrawal], TTL_MS) == 1
+    assert broker.job_records([job.job_id]) == [JobRecord(State.CANCELLED, "", b"purged")]

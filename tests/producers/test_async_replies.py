@@ -8,11 +8,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import redis
 
 from penstock.producers.async_replies import AsyncReplyReader, SubmitCoalescer, Subscription
 from penstock.producers.job_state import JobState, ResultPolicy
 from penstock.registry.broker.base import Limits, Publication, Receipt, State, StreamEntry
-from penstock.registry.broker.redis_async import AsyncRedisStreams
+from penstock.registry.broker.redis_async import AsyncRedisStreams, _reply_error
 from penstock.registry.envelope import Keyring
 from penstock.registry.errors import BrokerUnavailable, ClientUnusable
 from penstock.registry.queues import Priority, events_key, new_job_id
@@ -248,3 +249,9 @@ def test_a_closed_reader_answers_at_once(shared_redis: RedisServer, slot: str):
             assert not is_reading(reader)
 
     run(main())
+
+
+def test_a_server_that_loads_its_data_is_asked_again():
+    """As by redis-py: its error is that of a connection, which is repeated, and not that of a refused command."""
+    assert isinstance(_reply_error("LOADING Redis is loading the dataset in memory"), redis.ConnectionError)
+    assert not isinstance(_reply_error("ERR unknown command"), redis.ConnectionError)

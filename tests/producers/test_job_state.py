@@ -94,6 +94,14 @@ def test_a_record_that_is_missing_for_longer_than_results_are_kept_is_gone():
         job.accept(None)
 
 
+def test_an_ended_job_that_was_looked_at_late_is_gone():
+    """Its result had lived for most of its time then: that it was there says nothing of the time that is left."""
+    job = JobState(new_job_id("m"), "acme", POLICY, awaits_reply=False, seen_at=time.monotonic() - 60)
+    job.accept(_ended(job.id))
+    with pytest.raises(ResultGone):
+        job.accept(None)
+
+
 def test_a_job_whose_acceptance_is_in_doubt_is_unknown(own: JobState):
     """The broker did not answer when it was published: it may never have had the job. A record settles that."""
     own.doubt()

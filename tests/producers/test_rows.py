@@ -12,7 +12,7 @@ from penstock.producers.job_state import HandleCore, JobState, ResultPolicy
 from penstock.producers.rows import MapOrder, MapRun, RowShape
 from penstock.registry.broker.base import JobRecord, State
 from penstock.registry.envelope import Failure, Keyring, RequestContext, ResultHeader, seal
-from penstock.registry.errors import ConfigurationError, InvalidInput, JobLost, ModelError
+from penstock.registry.errors import ConfigurationError, IdempotencyConflict, InvalidInput, JobLost, ModelError
 from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import encode
 
@@ -162,9 +162,13 @@ def test_refused_items_stand_among_the_results():
     counts: list[int] = []
     with _run([[0.0, 0.0]] * 6, window=24, on_error="return", progress=counts.append) as run:
         run.next_items()
-        assert run.refused == {}
-        run.refused.update({index: InvalidInput(f"Item {index}: bad") for index in (0, 1, 3, 5)})
-        run.submitted(_handles(0, 2))
+        with run.submitting() as places:
+            assert places == {"first_index": 0, "refused": {}, "untaken": {}}
+            assert places["refused"] is not None
+            assert places["untaken"] is not None
+            places["refused"].update({index: InvalidInput(f"Item {index}: bad") for index in (0, 3, 5)})
+            places["untaken"][1] = IdempotencyConflict("another job has the key")
+            run.submitted(_handles(0, 2))
         assert counts == [1, 2]
         assert run.next_items() == []
         assert [handle.id for handle in run.due()] == ["m.0", "m.1"]

@@ -148,6 +148,21 @@ def test_a_conflict_in_submit_many_names_its_item(kind: str, shared_redis: Redis
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_a_conflict_in_map_leaves_no_job_behind(
+    kind: str, shared_redis: RedisServer, parked: str, broker: RedisStreams
+):
+    """The jobs that were accepted with it are cancelled, as those of any map that fails."""
+    with pytest.raises(IdempotencyConflict, match=r"^Item 1: The idempotency key belongs to"):
+        _run(
+            kind,
+            shared_redis.url,
+            lambda client: client.map(parked, [X[0], X[0] * 2, X[0]], idempotency_keys=["a", "a", "b"]),
+        )
+    ids = [header.id for header in _headers(shared_redis, parked)]
+    assert sum(depth.jobs for depth in broker.depths(parked)) == 0, ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_map_gives_each_item_its_key(kind: str, shared_redis: RedisServer, parked: str):
     """Two equal items under one key are one job in the queue."""
     with _mapping(kind, shared_redis, parked, 1, idempotency_keys=["a", "a"]) as headers:

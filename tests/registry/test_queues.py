@@ -111,7 +111,14 @@ def test_the_time_of_an_id_is_that_of_its_making():
     assert job_time_ms("minilm.task:1") is None
 
 
-@pytest.mark.parametrize("job_id", ["", "minilm", "minilm.", ".x", "Mini.x", "minilm.a b", "minilm.{x}", "a.b\n", None])
+@pytest.mark.parametrize(
+    "job_id",
+    [
+        *("", "minilm", "minilm.", ".x", "Mini.x", "minilm.a b", "minilm.{x}", "a.b\n", None),
+        # Their records would be the keys that belong to the job before the colon.
+        *(f"{JOB}:events", f"{JOB}:overdue", "minilm.task:1:events"),
+    ],
+)
 def test_other_job_ids_are_refused(job_id: str):
     """An id without a valid model or a valid local part is refused before it becomes a key."""
     with pytest.raises(InvalidInput, match=r"Expected <model>\.<uuid>"):

@@ -118,11 +118,13 @@ for job = 1, jobs do
   if words == 3 then kind = kind_of[ARGV[a + 3]] end
   local key, record = KEYS[5 + replies + job], ARGV[a + 2]
   if not is_held[job] then
-    -- If our earlier commit had been written and its answer lost, the record has these very bytes. A foreign one was
-    -- perhaps met by that commit, whose error was lost as well.
+    -- If our earlier commit had been written and its answer lost, the record has these very bytes, but for the second
+    -- one, which notes a rating. A foreign one was perhaps met by that commit, whose error was lost as well.
     local kept = redis.pcall('GET', key)
     if is_foreign(kept) then failed = kept end
-    statuses[job] = kept == record and 'C' or 'F'
+    local is_ours = type(kept) == 'string' and string.byte(kept) == string.byte(record)
+      and string.sub(kept, 3) == string.sub(record, 3)
+    statuses[job] = is_ours and 'C' or 'F'
   else
     local ended = done[kind.stream]
     if not ended then

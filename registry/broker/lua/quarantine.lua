@@ -1,14 +1,26 @@
 -- Quarantine foreign keys: those that hold another type than ours do. They are renamed, so that ours can be made anew.
 -- KEYS  1 the quarantine of the slot: the names of what was quarantined, by time; then the keys to check
--- ARGV  how many to keep, then the type of each key ('': quarantine it, whatever it holds)
+-- ARGV  how many to keep, then the type of each key ('': quarantine it, whatever it holds; 'counters': a hash of whole
+--       numbers, but for the fields `rate` and `period`)
 -- Returns the names of what was quarantined now: <quarantine>:<ms>:<type>:<former key>.
 local quarantine, most, out = KEYS[1], tonumber(ARGV[1]), {}
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
+local function are_counters(key)
+  local found = redis.call('HGETALL', key)
+  for at = 1, #found, 2 do
+    local is_free = found[at] == 'rate' or found[at] == 'period'
+    -- The next one would overflow.
+    if not is_free and (not string.match(found[at + 1], '^-?%d+$') or #found[at + 1] > 18) then return false end
+  end
+  return true
+end
+
 local function check(key, expected)
   local kind = redis.call('TYPE', key).ok
   if kind == 'none' or kind == expected then return end
+  if kind == 'hash' and expected == 'counters' and are_counters(key) then return end
   local name, ms = nil, now
   repeat
     name = quarantine .. ':' .. string.format('%.0f', ms) .. ':' .. kind .. ':' .. key

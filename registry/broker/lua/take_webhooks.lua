@@ -1,7 +1,8 @@
 -- Take webhooks that are due. Each is due again after the lease, unless its try is settled before.
 -- KEYS  1 waiting, 2 due
 -- ARGV  count, lease_ms, prefix of the keys of events
--- Returns per webhook: id, job, state, when the job ended in ms, target, tries, failures.
+-- Returns per webhook: id, job, state, when the job ended in ms, target, tries, failures. An error that says nothing of
+-- the key, such as that of a server without memory, is returned: all webhooks stay.
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local out = {}
@@ -9,6 +10,10 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0
   local event = ARGV[3] .. id
   -- pcall: a key of another type is no webhook.
   local tries = redis.call('EXISTS', event) == 1 and redis.pcall('HINCRBY', event, 'tries', 1)
+  if type(tries) == 'table' and not string.find(tries.err, 'WRONGTYPE', 1, true)
+      and not string.find(tries.err, 'not an integer', 1, true) then
+    return tries
+  end
   if type(tries) ~= 'number' then
     redis.call('ZREM', KEYS[1], id)
     redis.call('ZREM', KEYS[2], id)

@@ -1,13 +1,16 @@
 -- Read entries that no worker holds, oldest first: released ones, then those that were never claimed.
 -- KEYS  1 stream
 -- ARGV  group, after this entry, count, bytes of each job to return
--- Returns pairs: entry, its first bytes.
+-- Returns per entry: its id, its first bytes, when its job was first accepted in ms ('' if that was with this entry).
 local stream, group, after, count, bytes = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local out = {}
 
 local function show(entry)
-  local sealed = #entry[2] == 2 and entry[2][2] or table.concat(entry[2])
-  table.insert(out, { entry[1], string.sub(sealed, 1, bytes) })
+  local fields = entry[2]
+  -- A dead letter that was replayed has the time of its acceptance behind its bytes.
+  local is_replayed = #fields == 4 and fields[3] == 'a'
+  local sealed = (#fields == 2 or is_replayed) and fields[2] or table.concat(fields)
+  table.insert(out, { entry[1], string.sub(sealed, 1, bytes), is_replayed and fields[4] or '' })
 end
 
 local function later(one, other)
