@@ -35,6 +35,7 @@ from penstock.registry.package.spec import first_problem
 from penstock.registry.queues import parse_name
 from penstock.registry.tensors import DTYPES
 from penstock.workers.runtime.open import open_runtime
+from penstock.workers.runtime.torch_device import keeping_threads
 
 __all__ = ["save"]
 
@@ -208,7 +209,8 @@ def _of_graph(values: Any) -> dict[str, tuple[str, list[int | str]]]:
 
 def _load_once(folder: Path) -> None:
     """Raises ConfigurationError for a package that a worker would refuse."""
-    with _saving(), closing(open_runtime(load_package(folder))) as runtime:
+    # The caller may go on with a training.
+    with _saving(), keeping_threads(), closing(open_runtime(load_package(folder))) as runtime:
         runtime.load("cpu", 1)
 
 

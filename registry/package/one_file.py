@@ -3,7 +3,8 @@
     my_models.py -> read_models -> AppModel ... -> write_packages -> <folder>/<digest>/<name>/<version>/
                                                                         model.yaml, my_models.py
 
-The arguments of `@penstock.model` are literals or constants of the file, so that its code runs in workers only. The
+The arguments of `@penstock.model` are literals or constants of the file, so that its code runs in workers only. A
+constant has its value of that line; a name that the file changes in any other way than by an assignment is none. The
 packages hold the bytes that were read: a later change of the file has other packages. Problems name file and line.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
@@ -22,6 +23,7 @@ from pydantic import ValidationError
 
 from penstock.registry.errors import ConfigurationError, InvalidInput, shown
 from penstock.registry.package.declaration import tensor_fields
+from penstock.registry.package.file_constants import FileConstants
 from penstock.registry.package.spec import SPEC_FILE, ModelSpec, first_problem
 
 __all__ = ["AppFile", "AppModel", "read_models", "write_packages"]
@@ -115,7 +117,7 @@ class _Reader:
     def __init__(self, file: Path, tree: ast.Module) -> None:
         self._file = file
         self._tree = tree
-        self._constants: dict[str, ast.expr] = {}
+        self._constants = FileConstants()
         self._decorators: set[str] = set()
         """The names by which the file calls `penstock.model`."""
 
@@ -128,15 +130,12 @@ class _Reader:
                     self._decorators.update(f"{name}.model" for name in found)
                 case ast.ImportFrom(module="penstock", names=names, level=0):
                     self._decorators.update(alias.asname or alias.name for alias in names if alias.name == "model")
-                case ast.Assign(targets=[ast.Name(id=name)], value=value):
-                    self._constants[name] = value
-                case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
-                    self._constants[name] = value
                 case ast.FunctionDef() | ast.ClassDef() | ast.AsyncFunctionDef():
                     for decorator in node.decorator_list:
                         called = decorator.func if isinstance(decorator, ast.Call) else decorator
                         if ast.unparse(called) in self._decorators:
                             yield self._model(node, decorator)
+            self._constants.read(node)
 
     def _model(self, node: _Declared | ast.AsyncFunctionDef, decorator: ast.expr) -> AppModel:
         if not isinstance(decorator, ast.Call) or decorator.args:
@@ -206,12 +205,14 @@ class _Reader:
 
     def _literal(self, keyword: ast.keyword) -> Any:
         """The value of an argument. Names stand for constants that the file assigned above."""
+        changed = self._constants.changed_in(keyword.value)
         try:
-            return ast.literal_eval(_Constants(self._constants).visit(keyword.value))
+            return self._constants.value(keyword.value)
         except (ValueError, TypeError, SyntaxError, RecursionError):
+            found = "an expression" if changed is None else f"{changed}, whose value is not certain here"
             self._refuse(
                 keyword.value,
-                f"{keyword.arg or '**'}: found an expression, expected literals, or constants of this file",
+                f"{keyword.arg or '**'}: found {found}, expected literals, or constants of this file",
             )
 
     def _refuse(self, node: ast.expr | ast.stmt, problem: str) -> NoReturn:
@@ -227,19 +228,3 @@ def _arguments(function: ast.FunctionDef) -> tuple[list[str], set[str]]:
         one.arg for one, default in zip(by_name, function.args.kw_defaults, strict=True) if default is not None
     }
     return [one.arg for one in (*by_position, *by_name)], with_default
-
-
-class _Constants(ast.NodeTransformer):
-    """Puts constants in the places of their names."""
-
-    def __init__(self, known: Mapping[str, ast.expr], within: Sequence[str] = ()) -> None:
-        self._known = known
-        self._within = within
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        """The value of the name; the name itself if the file did not assign it."""
-        value = self._known.get(node.id)
-        if value is None or node.id in self._within:
-            return node
-        found: ast.expr = _Constants(self._known, (*self._within, node.id)).visit(value)
-        return found

@@ -26,8 +26,6 @@ from math import inf
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 from penstock.registry.chat_messages import Message
 from penstock.registry.errors import ConfigurationError, InvalidInput, described, shown
 from penstock.registry.queues import Priority, PriorityName
@@ -495,7 +493,7 @@ def _config(config: Config | None, options: Mapping[str, Any]) -> Config:
 
 
 def _device(config: Config) -> TorchDevice:
-    return TorchDevice(config.device, torch.get_num_threads())
+    return TorchDevice(config.device)
 
 
 def _params(given: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:

@@ -114,7 +114,7 @@ def wrap_decoder(model: Any, tokenizer: Any, max_model_len: int | None, device: 
     longest = check_positions(config, max_model_len)
     rules = layer_rules(config)
     attention.register()
-    device = TorchDevice("cpu", torch.get_num_threads()) if device is None else device
+    device = TorchDevice("cpu") if device is None else device
     model = device.place(model, type(model).__name__)
     with suppress(ValueError):
         # It refuses models that choose their attention by class; the probe then finds that no layer calls ours.

@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
@@ -221,7 +222,7 @@ class GenerateRuntime(PackageRuntime):
             raise type(error)(f"{spec.reference}: {error}") from None
         finally:
             torch.set_num_threads(before)
-        self._backend = self._runner = EngineRunner(engine, lambda: torch.set_num_threads(threads))
+        self._backend = self._runner = EngineRunner(engine, partial(_set_threads, threads))
         self._free_memory = engine.decoder.device.release_memory
         weights = sum(one.numel() * one.element_size() for one in engine.decoder.model.parameters())
         return int(weights + engine.packing.expected_nbytes + engine.forwards.pools_nbytes)
@@ -385,3 +386,9 @@ def _logprobs_text(logprobs: Sequence[Mapping[int, float] | None] | None) -> str
 
 def _read_logprobs(chunk: Mapping[str, Any]) -> list[dict[int, float]]:
     return [{int(token): float(value) for token, value in at.items()} for at in json.loads(str(chunk["logprobs"]))]
+
+
+def _set_threads(threads: int) -> None:
+    """For a thread that is new to torch: its first use of torch gives it the number of the process."""
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)

@@ -13,6 +13,7 @@ import contextlib
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -104,42 +105,67 @@ def _package(facts: Mapping[str, Any]) -> Package:
 
 def _streamed(runtime: Runtime, message: Message, channel: Channel) -> dict[str, Array]:
     """The outputs of a stream. The worker may close it after any chunk; its outputs are then none."""
-    steps = runtime.stream(message.arrays, _RemoteContext(message.facts, channel))
+    context = _RemoteContext(message.facts, channel)
+    steps = runtime.stream(message.arrays, context)
     try:
-        while True:
-            channel.send("chunk", arrays=next(steps))
-            if channel.receive().kind == "close":
-                return {}
+        while context.goes_on(next(steps)):
+            pass
+        return {}
     except StopIteration as end:
         outputs: dict[str, Array] = end.value
         return outputs
     finally:
-        steps.close()
+        try:
+            steps.close()
+        finally:
+            context.end()
 
 
 class _RemoteContext:
-    """The context of a streaming job, which the worker holds: each use of it is a question to the worker."""
+    """The context of a streaming job, which the worker holds: each use of it is a question to the worker.
+
+    For any thread of the entry point, also after the end of the stream: progress is then ignored.
+    """
 
     def __init__(self, facts: Mapping[str, Any], channel: Channel) -> None:
         self.job_id: str = facts["job_id"]
         self.tenant: str = facts["tenant"]
         self._channel = channel
+        # A thread that came between a question and its answer would take the answer of another thread.
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._is_cancelled = False
 
     @property
     def is_cancelled(self) -> bool:
-        """See StreamContext."""
-        return bool(self._ask("is_cancelled", {})["is_cancelled"])
+        """See StreamContext. After the end of the stream, it is the last answer of the worker."""
+        self._ask("is_cancelled", {})
+        return self._is_cancelled
 
     def progress(self, fraction: float) -> None:
         """See StreamContext."""
         self._ask("progress", {"fraction": float(fraction)})
 
-    def _ask(self, kind: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-        self._channel.send(kind, facts)
-        answer = self._channel.receive()
-        if answer.kind == "error":
-            raise error_named(answer.facts["name"], answer.facts["text"])
-        return answer.facts
+    def goes_on(self, chunk: Mapping[str, Array]) -> bool:
+        """Sends a chunk. Returns whether the worker wants another one."""
+        with self._lock:
+            self._channel.send("chunk", arrays=chunk)
+            return self._channel.receive().kind != "close"
+
+    def end(self) -> None:
+        """The channel belongs to the next job from now on."""
+        with self._lock:
+            self._is_over = True
+
+    def _ask(self, kind: str, facts: Mapping[str, Any]) -> None:
+        with self._lock:
+            if self._is_over:
+                return
+            self._channel.send(kind, facts)
+            answer = self._channel.receive()
+            if answer.kind == "error":
+                raise error_named(answer.facts["name"], answer.facts["text"])
+            self._is_cancelled = bool(answer.facts["is_cancelled"])
 
 
 def _described(error: BaseException) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from penstock.registry.errors import ConfigurationError, ModelNotReady, error_named
+from penstock.registry.errors import ConfigurationError, ModelNotReady, error_named, shown
 from penstock.registry.package import Package
 from penstock.registry.tensors import Array
 from penstock.workers import children
@@ -144,10 +144,9 @@ class InstanceProcess:
         """Waits for the load. Raises ConfigurationError, and ModelNotReady when `end` came first."""
         try:
             message = self._receive()
+            self._expect("loaded", message)
         except InstanceLost as error:
             raise ConfigurationError(f"{self._reference}: {error}") from None
-        if message.kind == "error":
-            raise self._exception(message.facts)
         return LoadedInstance(str(message.facts["content_hash"]), int(message.facts["memory_bytes"]))
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -221,11 +220,20 @@ class InstanceProcess:
                 self._send("close")
             else:
                 self._answer(message, context)
+        if message.kind != "error":
+            self._expect("outputs", message)
 
     def _outputs_of(self, message: Message) -> dict[str, Array]:
+        self._expect("outputs", message)
+        return message.arrays
+
+    def _expect(self, kind: str, message: Message) -> None:
+        """Raises the exception that the message holds, and InstanceLost for a message of another kind."""
         if message.kind == "error":
             raise self._exception(message.facts)
-        return message.arrays
+        if message.kind != kind:
+            # Its further messages could be the answers of another job.
+            raise self._lost(f"found the message {shown(message.kind)}, expected {kind}")
 
     def _send(
         self, kind: str, facts: Mapping[str, Any] | None = None, arrays: Mapping[str, Array] | None = None

@@ -25,6 +25,7 @@ from penstock.registry.tensors import Array
 from penstock.workers.runtime.base import DeviceLost, InstanceLost, Prepared, Runtime, StreamContext, concatenate
 from penstock.workers.runtime.instance_process import InstanceProcess, LoadedInstance
 from penstock.workers.runtime.loading import LoadOptions
+from penstock.workers.runtime.torch_device import keeping_threads
 
 __all__ = ["ProcessInstances", "ThreadInstances"]
 
@@ -97,7 +98,8 @@ class _Instances(ABC, Generic[Copy]):
             )
         self._check_open()
         try:
-            loaded = self._load(max(1, threads // self.spec.instances))
+            with keeping_threads(threads):
+                loaded = self._load(max(1, threads // self.spec.instances))
             if len({each.content_hash for each in loaded}) > 1:
                 raise ConfigurationError(f"{self.spec.reference}: its files changed while they were loaded")
             self._memory_bytes = sum(each.memory_bytes for each in loaded)
@@ -192,7 +194,8 @@ class ThreadInstances(_Instances[Runtime]):
 
     def run(self, prepared: Prepared) -> dict[str, Array]:
         """One forward of a free copy."""
-        with self._one() as copy:
+        # The next forward of this thread may be that of a model whose own code sets no number.
+        with self._one() as copy, keeping_threads():
             return copy.run(prepared)
 
     def stream(

@@ -6,6 +6,7 @@ Importing this module does not import torch. A TorchDevice imports it.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +19,7 @@ from penstock.workers.runtime.base import DeviceLost
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["TorchDevice", "module_bytes", "own_weights", "sharing_weights"]
+__all__ = ["TorchDevice", "keeping_threads", "module_bytes", "own_weights", "sharing_weights"]
 
 _DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _EXHAUSTED = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
@@ -37,16 +38,17 @@ leaves the process in an inconsistent state"). Its other errors concern one forw
 
 
 class TorchDevice:
-    """The device of a torch model. `name` is `cpu` or `cuda[:n]`."""
+    """The device of a torch model. name: `cpu` or `cuda[:n]`. threads: CPU threads of a forward; None: the caller's."""
 
-    def __init__(self, name: str, threads: int) -> None:
-        """Imports torch and sets its CPU threads. Raises ConfigurationError for a device that is missing."""
+    def __init__(self, name: str, threads: int | None = None) -> None:
+        """Imports torch and sets the caller's CPU threads. Raises ConfigurationError for a device that is missing."""
         try:
             import torch
         except ImportError:
             raise MissingRequirement("torch is not installed. Expected: pip install '.[torch]'") from None
         self._torch = torch
-        torch.set_num_threads(threads)
+        self._threads = threads
+        self._set_threads()
         try:
             self.device = torch.device(name)
             torch.empty(0, device=self.device)
@@ -143,7 +145,11 @@ class TorchDevice:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Runs its body without autograd. Raises OutOfMemory and DeviceLost in place of the device's own errors."""
+        """Runs its body without autograd, on the threads of this device.
+
+        Raises OutOfMemory and DeviceLost in place of the device's own errors.
+        """
+        self._set_threads()
         try:
             with self._torch.inference_mode():
                 yield
@@ -161,9 +167,39 @@ class TorchDevice:
         if self.is_cuda:
             self._torch.cuda.empty_cache()
 
+    def _set_threads(self) -> None:
+        # torch has a number for each thread, which begins with the one that any thread has set last. The read also
+        # makes this beginning, which would replace a number that is set before it.
+        if self._threads is not None and self._torch.get_num_threads() != self._threads:
+            self._torch.set_num_threads(self._threads)
+
     def _out_of_memory(self, error: BaseException) -> OutOfMemory:
         self.release_memory()
         return OutOfMemory(f"The batch does not fit {self.device} ({type(error).__name__})")
+
+
+@contextmanager
+def keeping_threads(otherwise: int | None = None) -> Iterator[None]:
+    """Restores the number of torch's CPU threads for the caller, and for threads that set none.
+
+    otherwise: the number where the body imports torch; None: any.
+    """
+    torch = _imported_torch()
+    before = otherwise if torch is None else torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch = _imported_torch()
+        if torch is not None and before not in (None, torch.get_num_threads()):
+            torch.set_num_threads(before)
+
+
+def _imported_torch() -> Any:
+    """The module torch; None where no thread has imported it."""
+    torch = sys.modules.get("torch")
+    # Another thread may be in the middle of the import.
+    is_whole = hasattr(torch, "get_num_threads") and hasattr(torch, "set_num_threads")
+    return torch if is_whole else None
 
 
 def module_bytes(module: torch.nn.Module) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from penstock.compose.authoring.check import CheckTarget, check_package
 from penstock.package import save
 from penstock.registry.errors import ConfigurationError, InvalidInput
 from penstock.registry.package import load_package
+from penstock.workers.runtime.torch_device import keeping_threads
 from tests.compose.authoring.functions import build, double, forgetful, inner
 from tests.servers import ROOT
 from tests.workers.runtime.formats import affine, affine_graph
@@ -69,6 +71,16 @@ def test_module_is_saved_as_torchscript(models_root: Path):
     with torch.inference_mode():
         np.testing.assert_allclose(answered(folder), module[0](torch.from_numpy(X)).numpy(), rtol=1e-5, atol=1e-6)
     assert module.training
+
+
+def test_threads_of_the_caller_stay(models_root: Path):
+    """A training that goes on after the save has as many threads as before, also in new threads."""
+    with keeping_threads():
+        torch.set_num_threads(3)
+        save(torch.nn.Linear(4, 4), path=models_root / "linear" / "1", signature=SIGNATURE)
+        assert torch.get_num_threads() == 3
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(torch.get_num_threads).result(60) == 3
 
 
 def test_module_whose_source_is_no_torchscript_is_traced(models_root: Path):

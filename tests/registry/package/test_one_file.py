@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from textwrap import dedent
 
@@ -10,6 +11,7 @@ import pytest
 import penstock
 from penstock.registry.errors import ConfigurationError, InvalidInput
 from penstock.registry.package import discover, load_package
+from penstock.registry.package.declaration import tensor_fields
 from penstock.registry.package.one_file import read_models, write_packages
 
 WHOLE = """
@@ -106,7 +108,7 @@ _HEAD = 'import penstock\nX = {"x": ("float32", ["batch"])}\n'
         ),
         (
             _HEAD + "LOOP = [LOOP]\n@penstock.model(inputs=LOOP, outputs=X)\ndef f(x): ...\n",
-            "my_models.py, line 4: inputs: found an expression, expected literals",
+            "my_models.py, line 4: inputs: found LOOP, whose value is not certain here, expected literals",
         ),
         (
             _HEAD + "@penstock.model(inputs=X, outputs={'y': ('f4', ['batch'])})\ndef f(x): ...\n",
@@ -156,6 +158,89 @@ def test_mistake_is_named_with_file_and_line(tmp_path: Path, text: str, problem:
     with pytest.raises(ConfigurationError) as refused:
         read_models(app(tmp_path, text))
     assert str(refused.value).startswith(problem)
+
+
+_BODY = "('float32', ['batch', 2])"
+_DECLARED = "@penstock.model(inputs=D, outputs={'y': ('float32', ['batch'])})\ndef f(**inputs): ...\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "N = 2\nD = {'x': ('float32', ['batch', N])}\nN = 8\n",
+        "N = 2\nN = 3\nD: dict = {'x': ('float32', ['batch', N])}\nif N: N = 4\n",
+        f"D = E = {{'x': {_BODY}}}\n",
+        f"D = {{'x': {_BODY}}}\ndef helper(D): D['z'] = 1\ndef other():\n  D = {{}}\n  D['z'] = 1\n",
+        f"D = {{'x': {_BODY}}}\nclass Other:\n  D = 1\n",
+        f"D = {{'x': {_BODY}}}\nNAMES = [D for D in range(3)]\nprint(D, D['x'])\nassert D.keys()\n",
+        "S = ['batch', 2]\nD = [{'name': 'x', 'dtype': 'float32', 'shape': S}, "
+        "{'name': 'z', 'dtype': 'float32', 'shape': S}]\nS = 3\nS += 1\n",
+        f"D = {{'x': {_BODY}}}\nE = [1]\nE.append(2)\ndef helper(f=lambda D: D.clear()): return D\n",
+    ],
+)
+def test_constant_has_its_value_of_the_line_that_uses_it(tmp_path: Path, text: str):
+    """The signature is that of the running file."""
+    file = app(tmp_path, f"import penstock\n{text}{_DECLARED}")
+    read = read_models(file)
+    expected = tensor_fields("inputs", runpy.run_path(str(file))["D"])
+    assert read.models[0].document["signature"]["inputs"] == expected
+    folder = write_packages(read, tmp_path / "apps") / "f" / "1"
+    assert [one.name for one in load_package(folder).spec.inputs] == [each["name"] for each in expected]
+    # Two names of one list are no anchors there.
+    assert "&" not in (folder / "model.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "D |= {'z': 1}",
+        "D['z'] = 1",
+        "D['x'][1][1]: int = 3",
+        "D['x'][1][1] += 1",
+        "del D['x']",
+        "del D",
+        "D.update(z=1)",
+        "D.get('x')[1].append(3)",
+        "D.__setitem__('z', 1)",
+        "z = D.pop('x')",
+        "fill(D)",
+        "if True: D = {}",
+        "for D in (1, 2): pass",
+        "for each in (D,): each['z'] = 1",
+        "[each.clear() for each in (D,)]",
+        "while (D := {}): pass",
+        "with open('f') as D: pass",
+        "try: pass\nexcept ValueError as D: pass",
+        "match 1:\n  case D: pass",
+        "match [1]:\n  case [*D]: pass",
+        "match {}:\n  case {**D}: pass",
+        "D, z = {}, 1",
+        "z = (D := {})",
+        "import os as D",
+        "from os import *",
+        "from os import path as D",
+        "def D(): pass",
+        "class D: pass",
+        "def g():\n  global D\n  D = {}",
+        "def g(): D['z'] = 1",
+        "class G:\n  D['z'] = 1",
+        "E = D\nE['z'] = 1",
+        "E = [D]\nE[0].clear()",
+        "E = D if True else {}\nE.clear()",
+        "globals()['D'] = {}",
+        "exec('D = {}')",
+    ],
+)
+def test_name_that_the_file_changes_is_no_constant(tmp_path: Path, change: str):
+    """It is refused with its line; its first value could be another than that of the running file."""
+    text = f"import penstock\nD = {{'x': {_BODY}}}\n{change}\n{_DECLARED}"
+    line = 4 + change.count("\n")
+    with pytest.raises(ConfigurationError) as refused:
+        read_models(app(tmp_path, text))
+    assert str(refused.value) == (
+        f"my_models.py, line {line}: inputs: found D, whose value is not certain here, expected literals, or constants "
+        "of this file"
+    )
 
 
 def test_file_that_is_no_module_is_refused(tmp_path: Path):

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 from penstock.registry.errors import ConfigurationError, InvalidInput
 from penstock.workers.generation import CacheConfig, Config, Engine, SamplingParams, SchedulerConfig
 from penstock.workers.generation.backend import Delivered
+from penstock.workers.generation.model import wrap_decoder
+from penstock.workers.runtime.torch_device import keeping_threads
 from tests.workers.generation.architectures import ARCHITECTURES, decoder, reference
 from tests.workers.generation.engines import (
     GREEDY,
@@ -61,6 +63,20 @@ def test_a_folder_writes_what_its_model_writes(folder, engine):
     assert (output.prompt, list(output.prompt_token_ids)) == (TEXT, prompt)
     assert (output.usage.prompt_tokens, output.usage.completion_tokens) == (len(prompt), len(expected))
     assert completion.finish_reason == ("stop" if expected[-1] == tokenizer.eos_token_id else "length")
+
+
+def test_engine_leaves_the_threads_of_its_caller(engine):
+    """A notebook that chooses them after it has built the engine keeps them."""
+    built = open_engine(decoder("Llama"), kv_cache_mb=4)
+    with keeping_threads():
+        for each, threads in ((engine, 3), (built, 4)):
+            torch.set_num_threads(threads)
+            each.generate([prompts_of(3)[0]], GREEDY)
+            assert torch.get_num_threads() == threads
+        alone = wrap_decoder(decoder("Llama"), None, None)
+        torch.set_num_threads(3)
+        with alone.device.inference():
+            assert torch.get_num_threads() == 3
 
 
 def test_answers_are_in_the_order_of_the_prompts(engine):

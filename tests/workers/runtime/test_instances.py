@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,29 @@ from penstock.workers.runtime import Runtime, open_runtime
 from penstock.workers.runtime.base import DeviceLost, InstanceLost
 from penstock.workers.runtime.instances import ProcessInstances, ThreadInstances
 from penstock.workers.runtime.loading import LoadOptions
+from penstock.workers.runtime.torch_device import keeping_threads
 from tests.packages import write_package
 from tests.servers import ROOT, wait_until
 from tests.workers.runtime.formats import answers, opened
 
-_WHAT = ("meet", "raise", "memory", "exit", "wrong", "threads", "secrets", "die", "hang", "garble", "refuse")
+_WHAT = (
+    "meet",
+    "raise",
+    "memory",
+    "exit",
+    "wrong",
+    "threads",
+    "secrets",
+    "die",
+    "hang",
+    "garble",
+    "refuse",
+    "interrupt",
+)
 ASKED = {what: number for number, what in enumerate(_WHAT, 1)}
 """The first number of a job, by what the model is to do."""
 SOURCE = """
-import contextlib, os, pathlib, threading, time
+import contextlib, gc, os, pathlib, threading, time
 
 HERE = pathlib.Path(__file__).parent.parent
 
@@ -76,6 +91,9 @@ class Model:
                         os.write(int(fd), bytes([8, 0, 0, 0]) + bytes(8) + b"garbage!")
         elif asked == 11:
             raise Refusal
+        elif asked == 12:
+            (channel,) = [each for each in gc.get_objects() if type(each).__name__ == "Channel"]
+            channel.send("progress", {"fraction": 0.5})
         return {"y": x * 0 + answer}
 
 class Refusal(BaseException):
@@ -84,6 +102,16 @@ class Refusal(BaseException):
 
 def build():
     return Model()
+"""
+COUNTS_THREADS = """
+import torch
+def counted(inputs):
+    return {"y": inputs["x"] * 0 + torch.get_num_threads()}
+class Counting(torch.nn.Module):
+    def forward(self, x):
+        return counted({"x": x})
+def build():
+    return Counting()
 """
 
 
@@ -178,6 +206,46 @@ def test_instances_have_no_secrets_and_share_the_threads(processes: ProcessInsta
     assert ask(processes, "secrets")[0, 0] == 0
 
 
+def test_other_models_keep_their_threads_beside_thread_instances(models_root: Path):
+    """Two instances have half of them each; a module and a function of own code have them all, on any thread."""
+    declared = {"format": "pytorch", "entrypoint": "model:build", "batching": {}}
+    plain = write(models_root, "plain", COUNTS_THREADS, instances=1, **declared)
+    shared = write(models_root, "shared", COUNTS_THREADS, instance_kind="thread", **declared)
+    function = write(models_root, "function", COUNTS_THREADS.replace("Counting()", "counted"), instances=1)
+    with keeping_threads():
+        runtimes = [opened(folder, threads=6) for folder in (plain, shared, function)]
+
+        def counts() -> list[float]:
+            return [ask(runtime, "nothing")[0, 0] for runtime in (*runtimes, runtimes[0])]
+
+        assert counts() == [6, 3, 6, 6]
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(counts).result(60) == [6, 3, 6, 6]
+    for runtime in runtimes:
+        runtime.close()
+
+
+def test_load_of_thread_instances_leaves_the_process_its_threads(models_root: Path):
+    """New threads have all of them, whether torch was imported before or by the load."""
+    declared = {"format": "pytorch", "entrypoint": "model:build", "batching": {}}
+    folder = write(models_root, "shared", COUNTS_THREADS, instance_kind="thread", **declared)
+    program = f"""
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from penstock.registry.package import load_package
+from penstock.workers.runtime.open import open_runtime
+for threads in (6, 4):
+    open_runtime(load_package(Path({str(folder)!r}))).load("cpu", threads)
+    with ThreadPoolExecutor(1) as pool:
+        print(pool.submit(sys.modules["torch"].get_num_threads).result(60))
+"""
+    command = [sys.executable, "-c", program]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    # The second load finds the number of the first one.
+    assert shown.stdout == "6\n6\n"
+
+
 def test_rows_of_all_jobs_come_back_in_order(processes: ProcessInstances):
     """In memory that is not written to again."""
     first = ask(processes, "nothing", rows=5)
@@ -244,6 +312,14 @@ def test_an_instance_that_sends_no_message_is_killed(own: Callable[..., ProcessI
     assert ask(runtime, "nothing").tolist() == [[0.0] * 4]
 
 
+def test_an_instance_that_sends_another_message_than_outputs_is_killed(own: Callable[..., ProcessInstances]):
+    """A batch is never answered with the message of something else."""
+    runtime = own()
+    with pytest.raises(InstanceLost, match=r"^an instance was killed: found the message progress, expected outputs$"):
+        ask(runtime, "interrupt")
+    assert ask(runtime, "nothing").tolist() == [[0.0] * 4]
+
+
 @pytest.mark.slow
 def test_without_any_instance_left_the_device_is_lost(own: Callable[..., ProcessInstances], models_root: Path):
     """When no replacement can be loaded, the worker must be replaced: also for a forward that waits already."""
@@ -303,6 +379,10 @@ runtime.run(runtime.prepare([{{"x": np.full((1, 4), {ASKED["hang"]}, np.float32)
             r"^own/1: entrypoint model:build: raised ZeroDivisionError: division by zero",
         ),
         ("import os\nos.kill(os.getpid(), 11)", r"^own/1: an instance was ended by SIGSEGV$"),
+        (
+            "import gc\n[each.send('outputs') for each in gc.get_objects() if type(each).__name__ == 'Channel']",
+            r"^own/1: an instance was killed: found the message outputs, expected loaded$",
+        ),
     ],
 )
 def test_a_package_that_cannot_be_loaded_ends_only_its_instance(
