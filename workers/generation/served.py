@@ -390,5 +390,7 @@ def _read_logprobs(chunk: Mapping[str, Any]) -> list[dict[int, float]]:
 
 def _set_threads(threads: int) -> None:
     """For a thread that is new to torch: its first use of torch gives it the number of the process."""
+    import torch
+
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
