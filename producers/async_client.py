@@ -124,13 +124,16 @@ class AsyncClient(
         timeout_s: float | None = None,
         untaken: Untaken = None,
         job_ids: Sequence[str] | None = None,
+        stranded: list[AsyncJobHandle] | None = None,
     ) -> list[AsyncJobHandle]:
         spec = await self._spec(model, options.version)
         found: Mapping[int, CachedAnswer] = {}
         if self._lookups is not None:
             items = list(items)
             found = await self._look_up_all(self._lookups, spec, items, options)
-        with self._submit_run(spec, items, options, first_index, refused, timeout_s, found, untaken, job_ids) as run:
+        with self._submit_run(
+            spec, items, options, first_index, refused, timeout_s, found, untaken, job_ids, stranded
+        ) as run:
             while chunk := run.next_chunk():
                 receipts = await self._broker.publish(model, chunk, self._limits)
                 if pause_s := run.settle(receipts, time.monotonic()):
@@ -171,8 +174,7 @@ class AsyncClient(
             try:
                 while not run.is_over:
                     if chunk := run.next_items():
-                        with run.submitting() as places:
-                            run.submitted(await self._submit_many(model, chunk, options, **places))
+                        run.submitted(await self._submit_many(model, chunk, options, **run.places))
                     for handle in run.due():
                         try:
                             await handle._await_end(None)

@@ -72,11 +72,13 @@ class SubmitCoalescer:
             self._all_told = self._loop.create_future()
             await self._all_told
 
-    def _take_left(self, answer: asyncio.Future[Receipt]) -> Callable[[Receipt], object] | None:
+    def _tell_left(self, answer: asyncio.Future[Receipt], receipt: Receipt | None) -> None:
+        """Its caller was cancelled. receipt: None where the call has failed."""
         on_receipt = self._left.pop(answer, None)
+        if on_receipt is not None and receipt is not None:
+            on_receipt(receipt)
         if self._all_told is not None and not self._left and not self._all_told.done():
             self._all_told.set_result(None)
-        return on_receipt
 
     def _send_next(self) -> None:
         """Sends the next chunk, without a task if the connection is up. Ends when nothing is left."""
@@ -110,7 +112,7 @@ class SubmitCoalescer:
                 if not answer.done():
                     answer.set_exception(error)
                 else:
-                    self._take_left(answer)
+                    self._loop.call_soon(self._tell_left, answer, None)
         else:
             self._answer(waiting, receipts)
         self._send_next()
@@ -121,8 +123,9 @@ class SubmitCoalescer:
         for answer, receipt in zip(waiting, receipts, strict=True):
             if not answer.done():
                 answer.set_result(receipt)
-            elif (on_receipt := self._take_left(answer)) is not None:
-                on_receipt(receipt)
+            else:
+                # In the next turn: a caller that was cancelled in this one has not called `leave` yet.
+                self._loop.call_soon(self._tell_left, answer, receipt)
 
 
 class Subscription(deque[StreamEntry]):

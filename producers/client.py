@@ -110,13 +110,16 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], 
         refused: Refused = None,
         timeout_s: float | None = None,
         untaken: Untaken = None,
+        stranded: list[JobHandle] | None = None,
     ) -> list[JobHandle]:
         spec = self._specs.get(model, options.version, self._read_spec)
         found: Mapping[int, CachedAnswer] = {}
         if self._cached is not None:
             items = list(items)
             found = self._look_up(self._cached, spec, items, options)
-        with self._submit_run(spec, items, options, first_index, refused, timeout_s, found, untaken) as run:
+        with self._submit_run(
+            spec, items, options, first_index, refused, timeout_s, found, untaken, stranded=stranded
+        ) as run:
             while chunk := run.next_chunk():
                 receipts = self._broker.publish(model, chunk, self._limits)
                 if pause_s := run.settle(receipts, time.monotonic()):
@@ -142,8 +145,7 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], 
             try:
                 while not run.is_over:
                     if chunk := run.next_items():
-                        with run.submitting() as places:
-                            run.submitted(self._submit_many(model, chunk, options, **places))
+                        run.submitted(self._submit_many(model, chunk, options, **run.places))
                     for handle in run.due():
                         try:
                             if handle._state.record is None:

@@ -414,9 +414,10 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         found: Mapping[int, CachedAnswer],
         untaken: Untaken = None,
         job_ids: Sequence[str] | None = None,
+        stranded: list[Handle] | None = None,
     ) -> SubmitRun[Handle]:
-        """found: the answers of the shared cache, by the place of the item. untaken: see SubmitRun. job_ids: see
-        JobBuilder.build_many."""
+        """found: the answers of the shared cache, by the place of the item. untaken, stranded: see SubmitRun. job_ids:
+        see JobBuilder.build_many."""
         timeout_s = checked_timeout(timeout_s, "timeout_s")
         deadline = inf if timeout_s is None else time.monotonic() + timeout_s
         reply = self._reader.address(spec.name)
@@ -435,6 +436,7 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
             deadline=deadline,
             answered=answered,
             untaken=untaken,
+            stranded=stranded,
         )
 
     def _ended(self, answer: CachedAnswer) -> Handle:

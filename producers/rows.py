@@ -7,24 +7,14 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, Self, TypeAlias, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, Self, TypeAlias, TypedDict, TypeVar
 
 from penstock.producers.job_state import HandleCore, JobState
 from penstock.producers.submission import with_keys
-from penstock.registry.errors import (
-    BrokerUnavailable,
-    ConfigurationError,
-    IdempotencyConflict,
-    InvalidInput,
-    JobFailed,
-    JobLost,
-    QueueFull,
-    Rejected,
-)
+from penstock.registry.errors import ConfigurationError, InvalidInput, JobFailed, JobLost, Rejected
 from penstock.registry.tensors import Array
 
 if TYPE_CHECKING:
@@ -74,12 +64,14 @@ class MapOrder(NamedTuple):
     window: int
 
 
-class Places(TypedDict):
-    """Arguments of a client's `_submit_many`: the index of the first item, and what takes errors by index."""
+class Places(TypedDict, Generic[Handle]):
+    """Arguments of a client's `_submit_many`: the index of the first item, what takes errors by index, and jobs that an
+    error leaves."""
 
     first_index: int
     refused: dict[int, InvalidInput] | None
     untaken: dict[int, Rejected] | None
+    stranded: list[Handle]
 
 
 class _InFlight(NamedTuple, Generic[Handle]):
@@ -108,8 +100,8 @@ class MapRun(Generic[Handle]):
         """Takes the errors of the items at hand by index. None: the first one is raised."""
         self._untaken: dict[int, Rejected] | None = None
         """The same, for idempotency keys that belong to other jobs."""
-        self._stranded: Sequence[object] = ()
-        """The handles of the jobs of a chunk that were accepted before its error."""
+        self._stranded: list[Handle] = []
+        """The jobs of a chunk that the broker has, or may have, where the call has failed or was cancelled."""
         self._in_flight: deque[_InFlight[Handle]] = deque()
         self._is_exhausted = False
         self._taken: list[bool] = []
@@ -152,14 +144,15 @@ class MapRun(Generic[Handle]):
         count = len(self._in_flight) - (0 if self._is_exhausted else self._window - self._chunk)
         return [each.handle for each in islice(self._in_flight, max(0, count)) if each.handle is not None]
 
-    @contextmanager
-    def submitting(self) -> Iterator[Places]:
-        """Inside of the block the last chunk is submitted, with these arguments. An error leaves unfinished jobs."""
-        try:
-            yield {"first_index": self.count, "refused": self._refused, "untaken": self._untaken}
-        except (IdempotencyConflict, QueueFull, BrokerUnavailable) as error:
-            self._stranded = error.accepted
-            raise
+    @property
+    def places(self) -> Places[Handle]:
+        """With these arguments the last chunk is submitted."""
+        return {
+            "first_index": self.count,
+            "refused": self._refused,
+            "untaken": self._untaken,
+            "stranded": self._stranded,
+        }
 
     def submitted(self, handles: Sequence[Handle]) -> None:
         """Takes the handles of the last chunk, in its order. Items that were refused have none."""
@@ -197,8 +190,7 @@ class MapRun(Generic[Handle]):
 
     def unfinished(self) -> list[Handle]:
         """The jobs in flight that this `map` began. An earlier job with the same idempotency key is not among them."""
-        stranded = cast("Sequence[Handle]", self._stranded)
-        handles = (*(each.handle for each in self._in_flight), *stranded)
+        handles = (*(each.handle for each in self._in_flight), *self._stranded)
         return [handle for handle in handles if handle is not None and handle._state.awaits_reply]
 
     def _inputs(self, item: Any) -> Mapping[str, object] | InvalidInput:

@@ -155,6 +155,7 @@ class SubmitRun(Generic[Handle]):
     index_of: the index of a job's item, for errors. deadline: until when to wait for room.
     answered: the handles of jobs that need not be published, by their position among all jobs of the run.
     untaken: takes why items have no job, by their index: conflicts, which are not raised then, and QueueFull, which is.
+    stranded: takes the handles of all jobs that the broker has, or may have, where the run ends by an error.
     """
 
     def __init__(
@@ -168,9 +169,11 @@ class SubmitRun(Generic[Handle]):
         deadline: float = inf,
         answered: Mapping[int, Handle] | None = None,
         untaken: dict[int, Rejected] | None = None,
+        stranded: list[Handle] | None = None,
     ) -> None:
         self._model = model
         self._untaken = untaken
+        self._stranded = stranded
         self._answered = answered or {}
         self._positions: Sequence[int] = range(len(jobs))
         """Of the jobs to publish, among all jobs."""
@@ -240,7 +243,9 @@ class SubmitRun(Generic[Handle]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Puts the handles into the error of a call without an answer."""
+        """Puts the handles into the error of a call without an answer, and where they were asked for."""
+        if error is not None and self._stranded is not None:
+            self._stranded += [*self.handles, *(self._handles[place] for place in self._places)]
         if isinstance(error, BrokerUnavailable):
             error.accepted = self.handles
             error.in_doubt = in_doubt = [self._handles[place] for place in self._places]

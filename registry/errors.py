@@ -3,6 +3,7 @@
     PenstockError
       Rejected                 refused before anything is written
         InvalidInput             names, dtype, shape, range or size against the model's signature
+          BadModelName             no model can have the name (also an UnknownModel)
         UnknownModel             no spec in the broker and no package under the models root
         UnknownJob               no such job, or another tenant's
         DeadlineExceeded         the deadline had passed when the job was offered

@@ -551,7 +551,9 @@ class Drain:
         if flights.may_have_late(broker_now):
             formed = (item.job for run in self.parts.executor.waiting() for item in run.batch.items)
             unbegun = {*self._backlog, *formed}
-            late = flights.take_followers(lambda leader, job: broker_now > job.expires_ms and leader in unbegun)
+            late = flights.take_followers(
+                lambda leader, job: broker_now > job.expires_ms and leader in unbegun, looked_at_ms=broker_now
+            )
             self._completer.refuse(late, EXPIRED)
 
     def _dead_letter_deferred(self) -> None:

@@ -92,6 +92,7 @@ class GatewayClient(AsyncClient):
         timeout_s: float | None = None,
         untaken: Untaken = None,
         job_ids: Sequence[str] | None = None,
+        stranded: list[AsyncJobHandle] | None = None,
     ) -> list[AsyncJobHandle]:
         return await super()._submit_many(
             model,
@@ -102,6 +103,7 @@ class GatewayClient(AsyncClient):
             timeout_s=timeout_s,
             untaken=untaken,
             job_ids=job_ids,
+            stranded=stranded,
         )
 
     async def abandon(self, handle: AsyncJobHandle) -> None:

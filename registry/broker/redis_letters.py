@@ -101,7 +101,7 @@ def waiting(slot: str, priority: Priority, after: bytes, count: int, head_bytes:
 
 def parse_waiting(answer: Sequence[Any]) -> list[WaitingEntry]:
     """Parses the answer of `waiting`."""
-    return [WaitingEntry(entry_id, head, int(first_ms or 0)) for entry_id, head, first_ms in answer]
+    return [WaitingEntry(entry_id, head, number(first_ms.decode()) or 0) for entry_id, head, first_ms in answer]
 
 
 def withdraw(slot: str, priority: Priority, jobs: Sequence[Withdrawal], result_ttl_ms: int) -> Call:

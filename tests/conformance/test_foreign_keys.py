@@ -407,16 +407,17 @@ def test_an_end_is_told_though_a_key_beside_it_is_foreign(
 
 
 @pytest.mark.parametrize("what", ["usage", "flow"])
-def test_only_the_hash_with_the_bad_counter_is_quarantined(redis_brokerage: OnRedis, slot: str, what: str):
+@pytest.mark.parametrize("value", ["no number", "007", "-0", str(2**63 - 1)])
+def test_only_the_hash_with_the_bad_counter_is_quarantined(redis_brokerage: OnRedis, slot: str, what: str, value: str):
     """Redis does not name it. The other one has the jobs in flight, or what an account has used."""
     with closing(redis_brokerage.connect()) as broker, redis_brokerage.server.client() as client:
         paid = replace(publication(slot), account="k1")
         assert broker.publish(slot, [paid], ROOMY)[0].outcome == "accepted"
         (month,) = {field.partition(b":")[2] for field in client.hgetall(queues.usage_key(slot))}
         if what == "usage":
-            client.hset(queues.usage_key(slot), b"k1:" + month, "no number")
+            client.hset(queues.usage_key(slot), b"k1:" + month, value)
         else:
-            client.hset(queues.flow_key(slot), "t:acme", str(2**63 - 1))
+            client.hset(queues.flow_key(slot), "t:acme", value)
         for _ in range(2):
             job = replace(publication(slot), account="k1")
             assert broker.publish(slot, [job], ROOMY)[0].outcome == "accepted"

@@ -371,6 +371,7 @@ def test_job_without_one_costs_no_byte(redis_brokerage: OnRedis, slot: str):
         ("ended", b"soon"),
         ("target", None),
         ("tries", b"one"),
+        ("tries", str(2**63 - 1).encode()),
         ("failures", b"one"),
     ],
 )

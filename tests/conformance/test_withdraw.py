@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 from penstock.registry.broker.base import Broker, CommitStatus, JobRecord, Limits, Replay, State, Withdrawal
-from penstock.registry.queues import Priority, reply_key
-from tests.conformance.conftest import Brokerage
+from penstock.registry.queues import Priority, reply_key, stream_key
+from tests.conformance.conftest import Brokerage, OnRedis
 from tests.conformance.jobs import (
     ROOMY,
     TTL_MS,
@@ -134,3 +136,14 @@ def test_replayed_dead_letter_is_seen_as_its_job(broker: Broker, brokerage: Brok
     withdrawal = Withdrawal(found.entry_id, job.job_id, "acme", b"purged")
     assert broker.withdraw(slot, Priority.NORMAL, [withdrawal], TTL_MS) == 1
     assert broker.job_records([job.job_id]) == [JobRecord(State.CANCELLED, "", b"purged")]
+
+
+def test_foreign_entry_that_looks_replayed_is_bytes(redis_brokerage: OnRedis, slot: str):
+    """Of four fields, the third as of ours. Its fourth is no time: the entry can be read and removed."""
+    with closing(redis_brokerage.connect()) as broker, redis_brokerage.server.client() as client:
+        fields = {"j": "bytes", "a": "soon"}
+        client.xadd(stream_key(slot, Priority.NORMAL), fields)
+        (found,) = broker.waiting(slot, Priority.NORMAL, b"", 9, 1000)
+        assert (found.head, found.accepted_first_ms) == (b"jbytesasoon", 0)
+        assert broker.withdraw(slot, Priority.NORMAL, [Withdrawal(found.entry_id)], TTL_MS) == 1
+        assert broker.waiting(slot, Priority.NORMAL, b"", 9, 1000) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from penstock import AsyncClient
 from penstock.producers.asgi import model
 from penstock.producers.async_replies import SubmitCoalescer
+from penstock.registry.broker.base import Limits
 from penstock.registry.broker.redis_streams import RedisStreams
 from tests.servers import RedisServer
 
@@ -78,6 +80,42 @@ def test_a_receipt_that_came_in_the_same_turn(shared_redis: RedisServer, parked:
 
     run(main())
     assert states(shared_redis, parked) == ["CANCELLED", "QUEUED"]
+
+
+def test_an_answer_that_comes_in_the_turn_of_the_cancellation(shared_redis: RedisServer, parked: str):
+    """The loop was busy: the task that cancels is ready before the socket, whose answer is read in the same turn."""
+
+    async def main() -> None:
+        async with AsyncClient(shared_redis.url) as client:
+            await client.submit(parked, {"x": X})
+            task = asyncio.create_task(client.submit(parked, {"x": X}))
+            for _ in range(2):
+                await asyncio.sleep(0)
+            time.sleep(0.1)
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    run(main())
+    assert states(shared_redis, parked) == ["CANCELLED", "QUEUED"]
+
+
+def test_a_map_that_waits_for_room_leaves_no_job(shared_redis: RedisServer, parked: str):
+    """Those that the queue had room for are cancelled, as with any map that ends early."""
+
+    async def main() -> None:
+        async with AsyncClient(shared_redis.url) as client:
+            client._limits = Limits(3, 0, 60_000)
+            task = asyncio.create_task(client.map(parked, [X[0]] * 40, window=160))
+            while len(states(shared_redis, parked)) < 3:
+                await asyncio.sleep(0.01)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+    run(main())
+    assert states(shared_redis, parked) == ["CANCELLED"] * 3
 
 
 def test_a_job_with_a_key_goes_on(shared_redis: RedisServer, parked: str):

@@ -12,7 +12,14 @@ from penstock.producers.job_state import HandleCore, JobState, ResultPolicy
 from penstock.producers.rows import MapOrder, MapRun, RowShape
 from penstock.registry.broker.base import JobRecord, State
 from penstock.registry.envelope import Failure, Keyring, RequestContext, ResultHeader, seal
-from penstock.registry.errors import ConfigurationError, IdempotencyConflict, InvalidInput, JobLost, ModelError
+from penstock.registry.errors import (
+    ConfigurationError,
+    IdempotencyConflict,
+    InvalidInput,
+    JobLost,
+    ModelError,
+    Rejected,
+)
 from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import encode
 
@@ -162,13 +169,13 @@ def test_refused_items_stand_among_the_results():
     counts: list[int] = []
     with _run([[0.0, 0.0]] * 6, window=24, on_error="return", progress=counts.append) as run:
         run.next_items()
-        with run.submitting() as places:
-            assert places == {"first_index": 0, "refused": {}, "untaken": {}}
-            assert places["refused"] is not None
-            assert places["untaken"] is not None
-            places["refused"].update({index: InvalidInput(f"Item {index}: bad") for index in (0, 3, 5)})
-            places["untaken"][1] = IdempotencyConflict("another job has the key")
-            run.submitted(_handles(0, 2))
+        places = run.places
+        assert places == {"first_index": 0, "refused": {}, "untaken": {}, "stranded": []}
+        assert places["refused"] is not None
+        assert places["untaken"] is not None
+        places["refused"].update({index: InvalidInput(f"Item {index}: bad") for index in (0, 3, 5)})
+        places["untaken"][1] = IdempotencyConflict("another job has the key")
+        run.submitted(_handles(0, 2))
         assert counts == [1, 2]
         assert run.next_items() == []
         assert [handle.id for handle in run.due()] == ["m.0", "m.1"]
@@ -177,8 +184,8 @@ def test_refused_items_stand_among_the_results():
         assert counts == [1, 2, 3, 4]
         run.complete(_ended(4))
         assert run.is_over
-    assert [str(each) if isinstance(each, InvalidInput) else each[0] for each in run.results] == [
-        *("Item 0: bad", "Item 1: bad", 2, "Item 3: bad", 4, "Item 5: bad")
+    assert [str(each) if isinstance(each, Rejected) else each[0] for each in run.results] == [
+        *("Item 0: bad", "another job has the key", 2, "Item 3: bad", 4, "Item 5: bad")
     ]
 
 

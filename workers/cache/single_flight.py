@@ -64,8 +64,13 @@ class SingleFlight:
         """Whether the time of a follower may have passed, by the broker's clock. It is asked in every turn."""
         return broker_now > self._first_expires_ms
 
-    def take_followers(self, is_meant: Callable[[ClaimedJob, ClaimedJob], bool]) -> list[Waiting]:
-        """Take out the followers for which `is_meant(leader, follower)` is true. Their leaders go on."""
+    def take_followers(
+        self, is_meant: Callable[[ClaimedJob, ClaimedJob], bool], *, looked_at_ms: float = -inf
+    ) -> list[Waiting]:
+        """Take out the followers for which `is_meant(leader, follower)` is true. Their leaders go on.
+
+        looked_at_ms: those whose time had passed by then count no more for `may_have_late`.
+        """
         taken: list[Waiting] = []
         for digest, followers in [*self._followers.items()]:
             leader = self._leaders[digest]
@@ -79,7 +84,7 @@ class SingleFlight:
             else:
                 del self._followers[digest]
         left_ms = (waiting.job.expires_ms for followers in self._followers.values() for waiting in followers)
-        self._first_expires_ms = min(left_ms, default=inf)
+        self._first_expires_ms = min((each for each in left_ms if each >= looked_at_ms), default=inf)
         return taken
 
     def end(self, job: ClaimedJob) -> list[Waiting]:

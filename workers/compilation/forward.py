@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
 from penstock.workers.compilation.cuda_graphs import GraphReplays
 from penstock.workers.runtime.compilable import Shapes
+from penstock.workers.runtime.torch_device import sharing_weights
 
 if TYPE_CHECKING:
     import torch
@@ -38,14 +39,14 @@ class CompiledForward:
     """Gives the same outputs as the module. For any thread, in inference mode. Never compiles."""
 
     def __init__(
-        self, module: torch.nn.Module, shapes: Shapes, library: Callable[..., Any], report: CompilationReport
+        self, module: torch.nn.Module, shapes: Shapes, library: Callable[..., Any] | None, report: CompilationReport
     ) -> None:
         self.report = report
         self._module = module
         self._shapes = shapes
-        self._library: Callable[..., Any] | None = library
+        self._library = library
+        self._uncovered = count(1)
         self._uncovered_calls = 0
-        self._lock = threading.Lock()
 
     @property
     def is_replayed(self) -> bool:
@@ -80,9 +81,12 @@ class CompiledForward:
         if library is not None and self._shapes.cover(tensors):
             # The code was compiled for contiguous inputs and would misread others.
             return library(*(tensor.contiguous() for tensor in tensors))
-        with self._lock:
-            self._uncovered_calls += 1
+        self._uncovered_calls = next(self._uncovered)
         return self._module(*tensors)
+
+    def beside(self) -> CompiledForward:
+        """See CompiledModule. Both share the library."""
+        return CompiledForward(sharing_weights(self._module), self._shapes, self._library, self.report)
 
     def close(self) -> None:
         """Releases the library once the calls under way have returned. The module runs later calls."""

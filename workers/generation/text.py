@@ -15,7 +15,7 @@ from penstock.workers.generation.stop_strings import first_stop, held_back
 __all__ = ["TextStream", "decode"]
 
 _INCOMPLETE: Final = "\ufffd"
-"""A character of UTF-8 has four bytes, so three can wait for the last."""
+"""The sign for a byte that is no part of a whole character yet."""
 
 
 def decode(tokenizer: Any, tokens: Sequence[int]) -> str:

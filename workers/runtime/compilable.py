@@ -87,6 +87,9 @@ class CompiledModule(Protocol):
     def counts(self) -> Mapping[str, int]:
         """See Counted of base.py."""
 
+    def beside(self) -> CompiledModule:
+        """The same for another thread: where the module itself runs, it is another instance of it."""
+
     def __call__(self, *tensors: torch.Tensor) -> Any:
         """The module's outputs for these tensors."""
 

@@ -64,8 +64,9 @@ class PackageModules:
 
     def loaded(self) -> list[ModuleType]:
         """The modules that have run."""
-        # The list is copied in one step, because another thread may be importing.
-        return [module for name, module in [*sys.modules.items()] if name.startswith(f"{self._name}.")]
+        # The names are copied in one step, because another thread may be importing.
+        names = [name for name in list(sys.modules) if name.startswith(f"{self._name}.")]
+        return [module for name in names if (module := sys.modules.get(name)) is not None]
 
     def forget(self) -> None:
         """Drops the modules. Their objects keep working, except for imports that have not run yet."""

@@ -10,7 +10,7 @@ forwards that run at the same time; a table that is only read does not.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, Final
 
@@ -37,19 +37,24 @@ class ModuleArrays:
 
 def _arrays_of(module: ModuleType) -> Iterator[tuple[str, Any]]:
     """Globals, attributes of the module's own classes, and what lists, tuples and dicts of both hold."""
-    for name, value in [*vars(module).items()]:
+    for name, value in _items(vars(module)):
         if isinstance(value, type) and value.__module__ == module.__name__:
-            owned = [(f"{name}.{attribute}", each) for attribute, each in [*vars(value).items()]]
+            owned = [(f"{name}.{attribute}", each) for attribute, each in _items(vars(value))]
         else:
             owned = [(name, value)]
         for place, each in owned:
             if isinstance(each, dict):
-                parts: Iterable[tuple[str, Any]] = [(f"{place}[{key!r:.40}]", part) for key, part in [*each.items()]]
+                parts: Iterable[tuple[str, Any]] = [(f"{place}[{key!r:.40}]", part) for key, part in _items(each)]
             elif isinstance(each, list | tuple):
                 parts = [(f"{place}[{number}]", part) for number, part in enumerate([*each])]
             else:
                 parts = [(place, each)]
             yield from ((part_name, part) for part_name, part in parts if _is_array(part))
+
+
+def _items(found: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    """The keys are copied in one step, because a forward may change the mapping meanwhile."""
+    return [(key, found.get(key)) for key in list(found)]
 
 
 def _is_array(value: object) -> bool:
@@ -60,6 +65,14 @@ def _is_array(value: object) -> bool:
 
 
 def _digest(array: Any) -> bytes:
+    """Of its content; the same for all that have none that can be read, such as sparse tensors."""
+    try:
+        return _read_digest(array)
+    except Exception:  # libraries raise what they like, and a load must not fail for it
+        return b""
+
+
+def _read_digest(array: Any) -> bytes:
     import numpy as np
     import torch
 
@@ -70,4 +83,5 @@ def _digest(array: Any) -> bytes:
         content = np.ascontiguousarray(array).reshape(-1)[: _MOST_BYTES // max(1, array.itemsize)]
         if content.dtype.hasobject:
             return repr(content).encode()
-    return hashlib.blake2b(content.data.cast("B"), digest_size=16).digest()
+    # Dates and times have no buffer of their own.
+    return hashlib.blake2b(content.view(np.uint8).data, digest_size=16).digest()

@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
@@ -28,10 +28,16 @@ from penstock.registry.tensors import DTYPES, STRING, Array
 from penstock.workers.batching.buckets import row_bucket
 from penstock.workers.frameworks.adapters import adapt
 from penstock.workers.runtime.base import Prepared, concatenate
-from penstock.workers.runtime.compilable import Compilable, CompilationRefused, ModelCompiler, Shapes
+from penstock.workers.runtime.compilable import (
+    Compilable,
+    CompilationRefused,
+    CompiledModule,
+    ModelCompiler,
+    Shapes,
+)
 from penstock.workers.runtime.cpu import has_fast_bf16
 from penstock.workers.runtime.entrypoint import PackageModules
-from penstock.workers.runtime.export import Exportable, can_export, open_exported
+from penstock.workers.runtime.export import Exportable, Graph, can_export, open_exported
 from penstock.workers.runtime.forms import Forms, Forward, WithProvenance, finite_outputs
 from penstock.workers.runtime.loading import LoadOptions, PackageRuntime
 from penstock.workers.runtime.module_arrays import ModuleArrays
@@ -162,7 +168,7 @@ class PyTorchRuntime(ModuleRuntime):
         """One forward, by the form in use."""
         return self.forms.run(prepared)
 
-    def second_instance(self, module: torch.nn.Module, dtype: torch.dtype | None) -> Forward:
+    def second_instance(self, module: torch.nn.Module, dtype: torch.dtype | None) -> _Instance:
         """The forward of another instance of a module, for another thread; see ThreadCopyable.
 
         Raises ConfigurationError where two forwards at the same time would disturb each other.
@@ -263,10 +269,9 @@ class PyTorchRuntime(ModuleRuntime):
 
     def _compiled(self, compiler: ModelCompiler, form: str) -> Forward:
         dtype = self._loaded_device.dtype("bf16") if form == "compiled-bf16" else self._dtype
-        compiled = compiler.compile(self, form)
-        is_replayed = compiled.is_replayed
-        called = self._in_few_shapes(compiled) if is_replayed else compiled
-        return WithProvenance(lambda prepared: self._forward(prepared, called, dtype), compiled.made, compiled.counts)
+        # The module that was compiled is the one that serves.
+        compiled = compiler.compile(self, form).beside()
+        return WithProvenance(_Compiled(self, compiled, dtype), compiled.made, compiled.counts)
 
     def _in_few_shapes(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The same for batches filled up to a bucket of rows, because each number of rows needs its own CUDA graph.
@@ -289,28 +294,20 @@ class PyTorchRuntime(ModuleRuntime):
         return call
 
     def _exported(self, *, is_int8: bool) -> Forward:
-        session = open_exported(self, self._threads, is_int8=is_int8)
+        graph = open_exported(self, self._threads, is_int8=is_int8)
         shapes = Shapes.of(self.compilable("compiled").examples)
-        others = _Instance(self, sharing_weights(self._loaded), self._dtype)
-        uncovered = count()
-        counts = {"uncovered_calls": 0}
+        exported = _Exported(self, graph, shapes, _Instance(self, sharing_weights(self._loaded), self._dtype))
+        return WithProvenance(exported, {}, exported.counts)
 
-        def forward(prepared: Prepared) -> dict[str, Array]:
-            device = self._loaded_device
-            tensors = [device.upload(one, self._dtype) for one in prepared.payload]
-            if not shapes.cover(tensors):
-                # A graph has no guards, and the module may take another path for shapes that were not looked at.
-                counts["uncovered_calls"] = next(uncovered) + 1
-                return others(prepared)
-            answers = session(dict(zip(self._names, [one.numpy() for one in tensors], strict=True)))
-            arrays = {
-                name: array if self._dtype is None else array.astype(DTYPES[self._outputs[name]], copy=False)
-                for name, array in zip(self._outputs, answers, strict=True)
-            }
-            self.spec.signature.check_outputs(arrays, prepared.rows)
-            return arrays
-
-        return WithProvenance(forward, {}, lambda: counts)
+    def answer_by(self, graph: Graph, tensors: Sequence[torch.Tensor], rows: int) -> dict[str, Array]:
+        """The outputs of an exported graph."""
+        answers = graph(dict(zip(self._names, [one.numpy() for one in tensors], strict=True)))
+        arrays = {
+            name: array if self._dtype is None else array.astype(DTYPES[self._outputs[name]], copy=False)
+            for name, array in zip(self._outputs, answers, strict=True)
+        }
+        self.spec.signature.check_outputs(arrays, rows)
+        return arrays
 
     def _module(self, manifest: Manifest, device: TorchDevice) -> object:
         self._modules = PackageModules(self._package, manifest)
@@ -378,6 +375,57 @@ class _Instance:
     def thread_copy(self) -> Forward:
         """The forward of a new instance."""
         return self.runtime.second_instance(self.module, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """The forward of a compiled form; see ThreadCopyable."""
+
+    runtime: PyTorchRuntime
+    compiled: CompiledModule
+    dtype: torch.dtype | None
+    _called: Callable[..., Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        called = self.runtime._in_few_shapes(self.compiled) if self.compiled.is_replayed else self.compiled
+        object.__setattr__(self, "_called", called)
+
+    def __call__(self, prepared: Prepared) -> dict[str, Array]:
+        return self.runtime._forward(prepared, self._called, self.dtype)
+
+    def thread_copy(self) -> Forward:
+        """The forward with another instance for the shapes that the library does not serve."""
+        return _Compiled(self.runtime, self.compiled.beside(), self.dtype)
+
+
+class _Exported:
+    """The forward of an exported graph. A graph has no guards, and the module may take another path for shapes that
+    were not looked at: it runs these itself; see ThreadCopyable."""
+
+    def __init__(self, runtime: PyTorchRuntime, graph: Graph, shapes: Shapes, others: _Instance) -> None:
+        self._runtime = runtime
+        self._graph = graph
+        self._shapes = shapes
+        self._others = others
+        self._uncovered = count(1)
+        self._uncovered_calls = 0
+
+    def __call__(self, prepared: Prepared) -> dict[str, Array]:
+        device = self._runtime._loaded_device
+        tensors = [device.upload(one, self._runtime._dtype) for one in prepared.payload]
+        if self._shapes.cover(tensors):
+            return self._runtime.answer_by(self._graph, tensors, prepared.rows)
+        self._uncovered_calls = next(self._uncovered)
+        return self._others(prepared)
+
+    def counts(self) -> dict[str, int]:
+        """See Counted."""
+        return {"uncovered_calls": self._uncovered_calls}
+
+    def thread_copy(self) -> Forward:
+        """The forward of the same graph, with another instance for other shapes."""
+        others = self._runtime.second_instance(self._others.module, self._others.dtype)
+        return _Exported(self._runtime, self._graph, self._shapes, others)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -10,9 +10,10 @@ local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local function are_counters(key)
   local found = redis.call('HGETALL', key)
   for at = 1, #found, 2 do
-    local is_free = found[at] == 'rate' or found[at] == 'period'
-    -- The next one would overflow.
-    if not is_free and (not string.match(found[at + 1], '^-?%d+$') or #found[at + 1] > 18) then return false end
+    local name, value = found[at], found[at + 1]
+    local is_number = value == '0' or string.match(value, '^-?[1-9]%d*$')
+    -- The next longer one would overflow.
+    if name ~= 'rate' and name ~= 'period' and (not is_number or #value > 18) then return false end
   end
   return true
 end

@@ -11,7 +11,8 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0
   -- pcall: a key of another type is no webhook.
   local tries = redis.call('EXISTS', event) == 1 and redis.pcall('HINCRBY', event, 'tries', 1)
   if type(tries) == 'table' and not string.find(tries.err, 'WRONGTYPE', 1, true)
-      and not string.find(tries.err, 'not an integer', 1, true) then
+      and not string.find(tries.err, 'not an integer', 1, true)
+      and not string.find(tries.err, 'would overflow', 1, true) then
     return tries
   end
   if type(tries) ~= 'number' then

@@ -8,7 +8,7 @@ local out = {}
 local function show(entry)
   local fields = entry[2]
   -- A dead letter that was replayed has the time of its acceptance behind its bytes.
-  local is_replayed = #fields == 4 and fields[3] == 'a'
+  local is_replayed = #fields == 4 and fields[3] == 'a' and string.match(fields[4], '^%d+$')
   local sealed = (#fields == 2 or is_replayed) and fields[2] or table.concat(fields)
   table.insert(out, { entry[1], string.sub(sealed, 1, bytes), is_replayed and fields[4] or '' })
 end

@@ -147,6 +147,18 @@ def test_the_first_follower_to_expire_is_known(flights: SingleFlight, version: S
     assert not flights.may_have_late(1e15)
 
 
+def test_a_late_follower_that_stays_is_looked_at_once(flights: SingleFlight, version: ServedVersion):
+    """Its leader has begun: nothing changes for it, however many turns the forward takes."""
+    jobs = [job() for _ in range(3)]
+    for each, expires_ms in zip(jobs, (1, 10, 20), strict=True):
+        each.expires_ms = expires_ms
+    flights.join_all(jobs, version)
+    assert flights.may_have_late(15)
+    assert flights.take_followers(lambda _leader, _follower: False, looked_at_ms=15) == []
+    assert [flights.may_have_late(now) for now in (15, 20, 21)] == [False, False, True]
+    assert flights.end_all([jobs[0]]) == jobs
+
+
 def test_jobs_with_one_header_are_still_told_apart_by_their_digest(flights: SingleFlight, version: ServedVersion):
     """Their tenant is equal, their inputs are not."""
     opened, keys = OpenedJobs(Keyring.parse(None)), JobKeys(isolates_tenants=True)

@@ -51,3 +51,13 @@ def test_each_array_that_changes_is_named():
         array[0] = 1
     vars(module)["later"] = torch.zeros(1)
     assert arrays.changed() == ["Layer.scratch", "by['a']", "changed", "later", "pair[0]"]
+
+
+def test_what_cannot_be_read_fails_no_load():
+    """Sparse, nested and meta tensors have no bytes of their own here. Dates and times have."""
+    days = np.array(["2026-11-28"], "datetime64[D]")
+    module = module_of(sparse=torch.eye(3).to_sparse(), meta=torch.empty(2, device="meta"), days=days)
+    arrays = ModuleArrays([module])
+    assert arrays.changed() == []
+    days[0] = np.datetime64("2026-11-29")
+    assert arrays.changed() == ["days"]

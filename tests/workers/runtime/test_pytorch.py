@@ -360,6 +360,12 @@ def test_an_exported_graph_answers_no_shape_that_was_not_looked_at(tmp_path: Pat
     assert found == {4: [0, 0], 512: [0, 0], 513: [513, 513], 700: [600, 600]}
     assert graph.rows == [2, 2]
     assert form.counts() == {"uncovered_calls": 2}
+    copy = thread_copy_of(form)
+    assert isinstance(copy, WithProvenance)
+    assert isinstance(form.forward, pytorch._Exported)
+    assert isinstance(copy.forward, pytorch._Exported)
+    assert copy.forward._others.module is not form.forward._others.module
+    assert copy(prepared)["y"][:, 0].tolist() == [600, 600]
     runtime.close()
 
 

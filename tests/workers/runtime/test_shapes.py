@@ -108,6 +108,9 @@ class Replayed:
     def counts(self) -> dict[str, int]:
         return {"cuda_graphs": len(self.shapes)}
 
+    def beside(self) -> Replayed:
+        return self
+
 
 class Replaying:
     """In the place of a TorchCompiler on a GPU."""

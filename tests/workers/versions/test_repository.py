@@ -133,7 +133,7 @@ def test_models_and_versions_in_the_settings_must_exist(
 
 
 def test_folders_that_are_no_packages_are_ignored(models_root: Path):
-    """A models root may also hold invalid names, circular links and plain files."""
+    """A models root may also hold invalid names, hidden folders, circular links and plain files."""
     write(models_root, "one", "1")
     for name in ("[a]", ".cache", "My Model"):
         half_copied(models_root, name, "1")
@@ -142,7 +142,7 @@ def test_folders_that_are_no_packages_are_ignored(models_root: Path):
     (models_root / "README.md").write_text("one model\n")
     assert active_at_start(models_root) == {"one": "1"}
     assert DiskRepository(models_root, [models_root]).labels("one") == ["1"]
-    with pytest.raises(ConfigurationError, match=r"^Under the models root: Bad model name '\.cache'\. "):
+    with pytest.raises(ConfigurationError, match=r"^Under the models root: Bad model name 'My Model'\. "):
         active_at_start(models_root, model_version="1")
 
 
