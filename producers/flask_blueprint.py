@@ -5,7 +5,7 @@ POST   /jobs                    {"model", "inputs", ...} -> 202 with the id
 GET    /jobs/{id}               the job as it is now
 DELETE /jobs/{id}               cancels it
 
-Fields, outputs and errors are those of the HTTP gateway, in JSON.
+Fields, outputs, errors and `Idempotency-Key` are those of the HTTP gateway, in JSON.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import flask
 import msgspec
 
 from penstock.producers.client import Client
+from penstock.producers.gateway.exchange import RequestRefused
 from penstock.producers.gateway.jobs import JobFields
 from penstock.producers.gateway.predict import PredictFields
 from penstock.producers.gateway.problems import as_problem_json, problem_of
+from penstock.producers.gateway.request_headers import checked_key
 from penstock.producers.gateway.tensors import decoded, plain_inputs, write_outputs
 from penstock.registry.envelope import Retry
 from penstock.registry.errors import InvalidInput, PenstockError
@@ -40,7 +42,8 @@ def blueprint(client: Client, *, name: str = "penstock", wait_s: float = 30.0) -
     routes.post("/jobs")(calls.submit)
     routes.get("/jobs/<job_id>")(calls.show)
     routes.delete("/jobs/<job_id>")(calls.cancel)
-    routes.errorhandler(PenstockError)(_refuse)
+    for kind in (PenstockError, RequestRefused):
+        routes.errorhandler(kind)(_refuse)
     return routes
 
 
@@ -53,7 +56,8 @@ class _Calls:
 
     def predict(self, model: str) -> flask.Response:
         """POST /models/{name}:predict."""
-        fields = decoded(flask.request.get_data(), PredictFields)
+        key = _key()
+        fields = decoded(_body(), PredictFields)
         timeout_ms = fields.timeout_ms
         if timeout_ms is not None and not timeout_ms > 0:
             raise InvalidInput(f"timeout_ms is {timeout_ms:g}. Expected a positive number of milliseconds")
@@ -64,18 +68,21 @@ class _Calls:
             outputs=fields.outputs,
             priority=fields.priority,
             deadline_s=None if timeout_ms is None else timeout_ms / 1000,
+            idempotency_key=key,
         )
         try:
             outputs = job.result(self._wait_s + (timeout_ms or 0) / 1000)
         except TimeoutError:
-            # Nobody else knows its id.
-            job.cancel()
+            # Nobody else knows its id. With a key, another request may wait for the same job.
+            if key is None:
+                job.cancel()
             raise
         return _answer_outputs(outputs, {"model": model, "version": job.info().version, "job_id": job.id})
 
     def submit(self) -> flask.Response:
         """POST /jobs."""
-        fields = decoded(flask.request.get_data(), JobFields)
+        key = _key()
+        fields = decoded(_body(), JobFields)
         retry = fields.retry
         job = self._client.submit(
             fields.model,
@@ -84,7 +91,7 @@ class _Calls:
             outputs=fields.outputs,
             priority=fields.priority,
             deadline_s=fields.deadline_s,
-            idempotency_key=flask.request.headers.get("Idempotency-Key"),
+            idempotency_key=key,
             retry=None if retry is None else Retry(retry.attempts, retry.backoff_s, retry.longest_s),
             webhook=fields.webhook,
             sticky_key=fields.sticky_key,
@@ -109,6 +116,19 @@ class _Calls:
         """DELETE /jobs/{id}."""
         job = self._client.job(job_id)
         return _answer({"id": job.id, "status": job.cancel()})
+
+
+def _key() -> str | None:
+    """The key of `Idempotency-Key`; None without one. Raises RequestRefused."""
+    text = flask.request.headers.get("Idempotency-Key")
+    return None if text is None else checked_key(text)
+
+
+def _body() -> bytes:
+    """A body in JSON; no type at all is taken for it. Raises RequestRefused for another type."""
+    if flask.request.mimetype not in ("", _JSON):
+        raise RequestRefused(415, "An unknown content type. Expected `Content-Type: application/json`")
+    return flask.request.get_data()
 
 
 def _answer(facts: dict[str, Any], status: int = 200) -> flask.Response:

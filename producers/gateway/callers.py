@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from penstock.producers.gateway.key_copy import KeyCopy
-from penstock.producers.gateway.limits import Owner, RateLimits
+from penstock.producers.gateway.limits import Owner, RateLimits, admitted, check_attainable, totals
 from penstock.producers.gateway.revocations import REVOKED, Revocations
 from penstock.registry.api_keys import UNKNOWN_DIGEST, ApiKey, KeyLimits, KeyRole, digest_of, parse_api_key
 from penstock.registry.broker.meters import Charge, Lines, Reading
@@ -120,11 +120,24 @@ class Entry:
             end_watch()
 
     async def spend(self, *, requests: int = 0, tokens: int = 0) -> None:
-        """Charges what became known after the entry: further jobs of the request, or its tokens. Raises RateLimited."""
-        if self._limits is not None:
-            found = await self._limits.spend(self._charges, requests, tokens)
-            latest = {reading.meter.key: reading for reading in found}
-            self.readings = tuple(latest.get(before.meter.key, before) for before in self.readings)
+        """Charges what became known after the entry: further jobs of the request, or its tokens. Once per request.
+
+        Raises RateLimited, and InvalidInput for a request above a whole limit. Then the charge of the entry is taken
+        back, too.
+        """
+        costs = totals(self._charges, requests, tokens)
+        if self._limits is None or not costs:
+            return
+        try:
+            self._note(await self._limits.admit(costs))
+        except RateLimited as refused:
+            self._note(refused.readings)
+            check_attainable(costs)
+            raise
+
+    def _note(self, readings: Sequence[Reading]) -> None:
+        latest = {reading.meter.key: reading for reading in readings}
+        self.readings = tuple(latest.get(before.meter.key, before) for before in self.readings)
 
     async def spend_for_lines(self, tokens: Sequence[int], lines: Lines) -> int:
         """Charges lines of a batch, from the first one on: as many as the limits have room for. tokens: of each.
@@ -230,6 +243,7 @@ class Access:
         if charges:
             try:
                 readings = await self._limits.admit(charges)
+                charges = admitted(charges, readings)
                 entry = Entry(found, readings, charges, self._limits, key, self._revocations)
             except RateLimited:
                 if found.key_id:

@@ -3,6 +3,8 @@
     Owner, route -> charges (key, tenant, address, route; minute, day, month; requests, tokens)
     admit -- with those of other tasks --> spend.lua -> readings -> the headers RateLimit-Policy and RateLimit
                                                    `-> RateLimited with the seconds until there is room
+    further jobs or tokens -> totals, which replace the charges of the entry: they are admitted as a whole, or cost
+                              nothing
 
 The counts are in Redis only: several processes together admit as many requests as the limit says, and no more.
 """
@@ -16,11 +18,11 @@ from typing import Final, NamedTuple, TypeAlias
 
 from penstock.registry.api_keys import KeyLimits
 from penstock.registry.broker.meters import TOKENS, Charge, Lines, Meter, Reading, Spent, WindowKind, account_subject
-from penstock.registry.errors import RateLimited
+from penstock.registry.errors import InvalidInput, RateLimited
 from penstock.registry.queues import meter_key
 from penstock.registry.settings_sections import RateLimitConfig
 
-__all__ = ["Owner", "RateLimits", "SpendAll", "headers_of"]
+__all__ = ["Owner", "RateLimits", "SpendAll", "admitted", "check_attainable", "headers_of", "totals"]
 
 SpendAll: TypeAlias = Callable[[Sequence[Sequence[Charge]], Mapping[int, Lines]], Awaitable[list[Spent]]]
 _Waiting: TypeAlias = tuple[Sequence[Charge], Lines | None, asyncio.Future[Spent]]
@@ -76,7 +78,7 @@ class RateLimits:
         Lines take at most a half of each limit per minute: the other half is left to single requests.
         """
         charges = self.charges(owner._replace(address=""), "")
-        return tuple(Charge(_for_lines(meter), cost) for meter, cost in charges if meter.name != "address")
+        return tuple(Charge(_for_lines(meter), cost) for meter, cost, _ in charges if meter.name != "address")
 
     async def admit_most(self, charges: Sequence[Charge], tokens: Sequence[int], lines: Lines) -> int:
         """Charges as many lines of a batch as there is room for, from the first one on. tokens: of each, 0: unknown.
@@ -86,7 +88,7 @@ class RateLimits:
         """
         count = len(tokens)
         while True:
-            costs = [Charge(meter, _cost_of(meter, tokens[:count])) for meter, _ in charges]
+            costs = [Charge(meter, _cost_of(meter, tokens[:count])) for meter, *_ in charges]
             try:
                 await self.admit(costs, Lines(lines.batch_id, lines.numbers[:count]))
                 return count
@@ -107,12 +109,6 @@ class RateLimits:
         if not spent.is_admitted:
             raise _refusal(charges, spent.readings)
         return spent.readings
-
-    async def spend(self, charges: Sequence[Charge], requests: int, tokens: int) -> tuple[Reading, ...]:
-        """Charges further requests and tokens on the meters of an admitted request; () where no meter counts them."""
-        costs = [Charge(meter, tokens if meter.name == TOKENS else requests) for meter, _ in charges]
-        further = [charge for charge in costs if charge.cost]
-        return await self.admit(further) if further else ()
 
     async def _send_all(self) -> None:
         """One call is out at a time; the next one takes all that waits."""
@@ -137,6 +133,36 @@ class RateLimits:
                 waiting.set_result(answer)
 
 
+def admitted(charges: Sequence[Charge], readings: Sequence[Reading]) -> tuple[Charge, ...]:
+    """The charges of an admitted request, as those that further costs replace. readings: those of its admission."""
+    return tuple(
+        charge._replace(replaces=reading.second if charge.cost else 0)
+        for charge, reading in zip(charges, readings, strict=True)
+    )
+
+
+def totals(charges: Sequence[Charge], requests: int, tokens: int) -> list[Charge]:
+    """The costs of an admitted request with further requests and tokens; [] where no meter counts them."""
+    further = [tokens if meter.name == TOKENS else requests for meter, *_ in charges]
+    if not any(further):
+        return []
+    costs = [charge._replace(cost=charge.cost + more) for charge, more in zip(charges, further, strict=True)]
+    return [charge for charge in costs if charge.cost]
+
+
+def check_attainable(charges: Sequence[Charge]) -> None:
+    """Raises InvalidInput for costs above a whole limit: a retry is refused at any time."""
+    beyond = [charge for charge in charges if charge.cost > charge.meter.limit]
+    if not beyond:
+        return
+    meter, cost, _ = min(beyond, key=lambda charge: charge.meter.limit)
+    noun = "tokens" if meter.name == TOKENS else "requests"
+    raise InvalidInput(
+        f"The request counts as {cost} {noun}. Expected at most {meter.limit}: the limit per {_PER[meter.kind]} "
+        f"({meter.name})"
+    ) from None
+
+
 def _for_lines(meter: Meter) -> Meter:
     return meter._replace(limit=max(1, meter.limit // 2)) if meter.kind == "m" else meter
 
@@ -147,7 +173,7 @@ def _cost_of(meter: Meter, tokens: Sequence[int]) -> int:
 
 def _fitting(reading: Reading, tokens: Sequence[int]) -> int:
     """How many of the requests the meter has room for."""
-    meter, left, _ = reading
+    meter, left = reading.meter, reading.left
     if meter.name != TOKENS:
         return min(left, len(tokens))
     if not left:
@@ -160,8 +186,8 @@ def headers_of(readings: Sequence[Reading]) -> list[tuple[bytes, bytes]]:
     """`RateLimit-Policy` and `RateLimit` (draft-ietf-httpapi-ratelimit-headers-09); none without a limit."""
     if not readings:
         return []
-    policies = ", ".join(f'"{meter.name}";q={meter.limit}{_window(meter.kind)}' for meter, _, _ in readings)
-    rates = ", ".join(f'"{meter.name}";r={left};t={reset_s}' for meter, left, reset_s in readings)
+    policies = ", ".join(f'"{meter.name}";q={meter.limit}{_window(meter.kind)}' for meter, *_ in readings)
+    rates = ", ".join(f'"{meter.name}";r={left};t={reset_s}' for meter, left, reset_s, _ in readings)
     return [(b"ratelimit-policy", policies.encode("ascii")), (b"ratelimit", rates.encode("ascii"))]
 
 
@@ -171,7 +197,8 @@ def _window(kind: WindowKind) -> str:
 
 
 def _refusal(charges: Sequence[Charge], readings: Sequence[Reading]) -> RateLimited:
-    spent = [reading for (_, cost), reading in zip(charges, readings, strict=True) if reading.left < max(cost, 1)]
-    meter, _, reset_s = max(spent, key=lambda reading: reading.reset_s)
+    asked = zip(charges, readings, strict=True)
+    spent = [reading for charge, reading in asked if reading.left < max(charge.cost, 1)]
+    meter, _, reset_s, _ = max(spent, key=lambda reading: reading.reset_s)
     limit = f"{meter.limit} per {_PER[meter.kind]} ({meter.name})"
     return RateLimited(f"The limit of {limit} is spent. Expected a retry after {reset_s} s", reset_s, readings)

@@ -14,6 +14,7 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import uvicorn
+from prometheus_client.multiprocess import mark_process_dead
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from uvicorn.supervisors import Multiprocess
@@ -223,7 +225,24 @@ def serve(inference: InferenceConfig, binding: Binding, on_listen: Callable[[str
             uvicorn.Server(config).run([listener])
         else:
             with _metrics_folder():
-                Multiprocess(config, [listener]).run()
+                _Supervisor(config, [listener]).run()
+
+
+class _Supervisor(Multiprocess):
+    """uvicorn's, which also deletes the gauges of processes that it has replaced or ended."""
+
+    def __init__(self, config: uvicorn.Config, sockets: list[socket.socket]) -> None:
+        super().__init__(config, sockets)
+        self._pids: set[int] = set()
+
+    def keep_subprocess_alive(self) -> None:
+        """See uvicorn, which calls it twice a second, behind the signals that replace or end processes."""
+        super().keep_subprocess_alive()
+        pids = {process.pid for process in self.processes if process.pid is not None}
+        for pid in self._pids - pids:
+            # It has been waited for. Its gauges would be added up for ever: nobody else knows that it has gone.
+            mark_process_dead(pid)  # type: ignore[no-untyped-call]
+        self._pids = pids
 
 
 class _Config(uvicorn.Config):
@@ -253,8 +272,26 @@ def _reserved(binding: Binding) -> Iterator[RpcBinding | None]:
 @contextmanager
 def listening(binding: Binding) -> Iterator[tuple[socket.socket, RpcBinding | None, str]]:
     """The socket of HTTP, where gRPC will listen, and the URL. Raises ConfigurationError; see serve."""
+    _check_tls(binding)
     with _bound(binding) as listener, _reserved(binding) as rpc:
         yield listener, rpc, _url(binding, listener)
+
+
+def _check_tls(binding: Binding) -> None:
+    """Raises ConfigurationError for files that no server can use: each process would end with a traceback."""
+    if binding.certificate is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(binding.certificate, binding.key)
+    except OSError as problem:
+        reason = problem.strerror
+        if isinstance(problem, ssl.SSLError):
+            # OpenSSL names no reason for a text that it cannot read.
+            reason = problem.reason.replace("_", " ").lower() if problem.reason else "a file is not in PEM"
+        raise ConfigurationError(
+            f"The gateway cannot use its certificate and key for TLS: {reason}. Expected a certificate in PEM and its "
+            "own key"
+        ) from None
 
 
 def uvicorn_options(inference: InferenceConfig, binding: Binding) -> Mapping[str, Any]:
@@ -288,17 +325,22 @@ def uvicorn_options(inference: InferenceConfig, binding: Binding) -> Mapping[str
 def _bound(binding: Binding) -> Iterator[socket.socket]:
     if binding.uds is not None:
         listener, address = socket.socket(socket.AF_UNIX), str(binding.uds)
-        _remove_stale(binding.uds)
     else:
         listener = socket.socket(socket.AF_INET6 if ":" in binding.host else socket.AF_INET)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         address = f"{binding.host}:{binding.port}"
     with listener:
         try:
-            listener.bind(address if binding.uds is not None else (binding.host, binding.port))
+            if binding.uds is not None:
+                _remove_stale(binding.uds)
+                listener.bind(address)
+            else:
+                listener.bind((binding.host, binding.port))
         except OSError as problem:
+            # The module itself refuses a path that is too long, without a number of an error.
             raise ConfigurationError(
-                f"The gateway cannot listen on {address}: {problem.strerror}. Expected a free address of this machine"
+                f"The gateway cannot listen on {address}: {problem.strerror or problem}. Expected a free address of "
+                "this machine"
             ) from None
         listener.set_inheritable(True)
         try:
@@ -309,7 +351,12 @@ def _bound(binding: Binding) -> Iterator[socket.socket]:
 
 
 def _remove_stale(path: Path) -> None:
-    """Removes the socket of a process that was killed. One that answers stays, and binding to it fails."""
+    """Removes the socket of a process that was killed. One that answers stays, and binding to it fails.
+
+    A file of another kind stays, too: it refuses a connection in the same way.
+    """
+    if not path.is_socket():
+        return
     with socket.socket(socket.AF_UNIX) as probe, suppress(FileNotFoundError):
         try:
             probe.connect(str(path))

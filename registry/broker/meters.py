@@ -55,18 +55,23 @@ class Meter(NamedTuple):
 
 
 class Charge(NamedTuple):
-    """What a request costs on a meter. 0: it needs room for 1, and costs nothing yet."""
+    """What a request costs on a meter. 0: it needs room for 1, and costs nothing yet.
+
+    replaces: the second of an earlier charge of 1, which is taken back in any case; 0: there is none.
+    """
 
     meter: Meter
     cost: int
+    replaces: int = 0
 
 
 class Reading(NamedTuple):
-    """A meter after a request: what is left, and in how many seconds there is more."""
+    """A meter after a request: what is left, and in how many seconds there is more. second: when it was charged."""
 
     meter: Meter
     left: int
     reset_s: int
+    second: int = 0
 
 
 class Lines(NamedTuple):
@@ -103,9 +108,9 @@ def spend(requests: Sequence[Sequence[Charge]], lines: Mapping[int, Lines] | Non
     for place, charges in enumerate(requests):
         of_batch = lines.get(place) if lines else None
         words += (len(charges), len(of_batch.numbers) if of_batch else 0)
-        for meter, cost in charges:
+        for meter, cost, replaces in charges:
             keys.append(meter.key)
-            words += (meter.kind, meter.limit, cost)
+            words += (meter.kind, meter.limit, cost, replaces)
         if of_batch:
             keys.append(charged_key(of_batch.batch_id))
             words += of_batch.numbers
@@ -121,7 +126,7 @@ def spent(requests: Sequence[Sequence[Charge]], answer: Sequence[Sequence[int]])
 
 def _readings(charges: Sequence[Charge], found: Sequence[int]) -> Iterator[Reading]:
     for place, charge in enumerate(charges):
-        yield Reading(charge.meter, found[1 + 2 * place], found[2 + 2 * place])
+        yield Reading(charge.meter, *found[1 + 3 * place : 4 + 3 * place])
 
 
 def charged(batch_id: str) -> scripts.Call:

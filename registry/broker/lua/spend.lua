@@ -3,10 +3,12 @@
 -- KEYS  per request: one meter each, and the bits of its batch if it is one of lines; a meter may stand there several
 --       times
 -- ARGV  number of requests, then per request: number of its meters, number of its lines, then per meter: kind, limit,
---       cost, then the numbers of the lines.
+--       cost, second of the charge that it replaces or 0, then the numbers of the lines.
 --       The kinds are 'm' a sliding minute, 'd' a day and 'M' a month of UTC. The cost 0 asks for room for 1.
+-- A replaced charge is one of 1. It is taken back first, also if the request is then refused.
 -- A request of lines that were charged before is admitted, and charged nothing: a call may be repeated.
--- Returns per request: 1 admitted or 0 refused, then per meter: what is left, seconds until there is more.
+-- Returns per request: 1 admitted or 0 refused, then per meter: what is left, seconds until there is more, the second
+-- that a charge counts at.
 -- A sliding minute counts by seconds: a request leaves it between 60 and 61 s after it came, so that no 60 s have more
 -- than the limit.
 local time = redis.call('TIME')
@@ -45,6 +47,18 @@ local function whole(key, kind)
   return seen[1] == name and tonumber(seen[2] or '') or 0, left, name
 end
 
+-- A charge that has left its window is no part of the sum any more.
+local function take_back(key, kind, second)
+  if kind == 'm' then
+    local spent = tonumber(redis.call('HGET', key, second) or '') or 0
+    if spent < 1 then return end
+    if spent == 1 then redis.call('HDEL', key, second) else redis.call('HINCRBY', key, second, -1) end
+  elseif redis.call('HGET', key, 'period') ~= period(second, kind) then
+    return
+  end
+  redis.call('HINCRBY', key, 'sum', -1)
+end
+
 -- place: the second of a minute, or the name of a day or month.
 local function charge(key, kind, cost, place)
   if kind == 'm' then
@@ -69,17 +83,19 @@ end
 local out, at, meter = {}, 1, 0
 for _ = 1, tonumber(ARGV[1]) do
   local meters, lines = tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
-  local first_line, bits = at + 3 + meters * 3, KEYS[meter + meters + 1]
+  local first_line, bits = at + 3 + meters * 4, KEYS[meter + meters + 1]
   local last_line = first_line + lines - 1
   local answer, places = { 1 }, {}
   for index = 1, meters do
-    local a = at + 2 + (index - 1) * 3
-    local kind, limit, cost = ARGV[a + 1], tonumber(ARGV[a + 2]), tonumber(ARGV[a + 3])
+    local a = at + 2 + (index - 1) * 4
+    local kind, limit, cost, replaced = ARGV[a + 1], tonumber(ARGV[a + 2]), tonumber(ARGV[a + 3]), tonumber(ARGV[a + 4])
+    if replaced > 0 then take_back(KEYS[meter + index], kind, replaced) end
     local spent, reset, place = (kind == 'm' and minute or whole)(KEYS[meter + index], kind)
     places[index] = place
     if spent + math.max(cost, 1) > limit then answer[1] = 0 end
     answer[#answer + 1] = math.max(0, limit - spent)
     answer[#answer + 1] = reset
+    answer[#answer + 1] = kind == 'm' and place or now
   end
   if lines > 0 and are_charged(bits, first_line, last_line) then
     answer[1] = 1
@@ -87,11 +103,11 @@ for _ = 1, tonumber(ARGV[1]) do
     for a = first_line, last_line do redis.call('SETBIT', bits, ARGV[a], 1) end
     if lines > 0 then redis.call('PEXPIRE', bits, LINES_TTL_MS) end
     for index = 1, meters do
-      local a = at + 2 + (index - 1) * 3
+      local a = at + 2 + (index - 1) * 4
       local cost = tonumber(ARGV[a + 3])
       if cost > 0 then
         charge(KEYS[meter + index], ARGV[a + 1], cost, places[index])
-        answer[index * 2] = answer[index * 2] - cost
+        answer[index * 3 - 1] = answer[index * 3 - 1] - cost
       end
     end
   end

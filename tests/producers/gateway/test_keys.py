@@ -549,6 +549,25 @@ def test_every_limit_is_exact_over_two_gateways(stack: GatewayStack, pair: list[
         assert int(answer.headers["retry-after"]) >= 1
 
 
+def test_a_quota_is_exact_for_batches_of_jobs(stack: GatewayStack, pair: list[Keyed]):
+    """CX-018: of many batches at once, as many are admitted as the quota has room for. Those that
+    are refused hold no part of it."""
+    made = pair[0].key("batches of jobs", limits=KeyLimits(requests_per_day=20))
+    with pair[1].client(made) as client, closing(stack.server.client()) as redis:
+        wait_until(partial(_is_known, client), 20, "the other one knows the key")
+        redis.delete(day := meter_key(f"key:{made.key.id}", "day"))
+
+        async def ask_all() -> Counter[int]:
+            headers = {"X-API-Key": made.text}
+            body = {"model": "double", "inputs": [{"x": [ROW]}] * 3}
+            async with httpx.AsyncClient(headers=headers, timeout=120) as caller:
+                calls = [caller.post(f"{pair[n % 2].gateway.url}/v1/jobs:batch", json=body) for n in range(40)]
+                return Counter([each.status_code for each in await asyncio.gather(*calls)])
+
+        assert asyncio.run(ask_all()) == {202: 6, 429: 34}
+        assert redis.hget(day, "sum") == b"18"
+
+
 def _is_known(client: httpx.Client) -> bool:
     return client.get("/v2").status_code != 401
 
@@ -602,6 +621,49 @@ def test_a_batch_costs_as_many_requests_as_it_has_jobs(keyed: Keyed):
         # `key` has used one.
         assert _left(accepted) == 1
         assert client.post("/v1/jobs:batch", json={**batch, "inputs": batch["inputs"][:2]}).status_code == 429
+
+
+def test_a_refused_request_is_charged_nowhere(stack: GatewayStack, keyed: Keyed):
+    """429 for a while, 422 for ever: neither the minute nor the day has the charge of its entry."""
+    made = keyed.key("refused", limits=KeyLimits(requests_per_minute=10, requests_per_day=20, tokens_per_minute=50))
+    minute, day = (meter_key(f"key:{made.key.id}", name) for name in ("minute", "day"))
+
+    def batch_of(count: int) -> dict[str, Any]:
+        return {"model": "double", "inputs": [{"x": [ROW]}] * count}
+
+    with keyed.client(made) as client, closing(stack.server.client()) as redis:
+        redis.delete(minute, day)
+        for _ in range(12):
+            beyond = client.post("/v1/jobs:batch", json=batch_of(50))
+            assert beyond.status_code == 422, beyond.text
+            assert "counts as 50 requests. Expected at most 10" in beyond.json()["detail"]
+            assert "retry-after" not in beyond.headers
+            assert _left(beyond) == 10
+        tokens = client.post("/v1/embeddings", json={"model": "double", "input": [[1, 2, 3, 4]] * 13})
+        assert tokens.status_code == 422, tokens.text
+        assert "counts as 52 tokens. Expected at most 50" in tokens.json()["error"]["message"]
+        assert redis.hget(day, "sum") == b"0"
+        assert client.post("/v1/jobs:batch", json=batch_of(6)).status_code == 202
+        for _ in range(5):
+            refused = client.post("/v1/jobs:batch", json=batch_of(5))
+            assert refused.status_code == 429, refused.text
+            assert (_left(refused), int(refused.headers["retry-after"]) >= 1) == (4, True)
+        assert client.post("/v1/jobs:batch", json=batch_of(4)).status_code == 202
+        assert int(redis.hget(day, "sum") or 0) == 10
+
+
+def test_refused_texts_are_charged_nowhere(stack: GatewayStack, keyed: Keyed, site: Site):
+    """More texts than the limit says, in one request, and then as many as it says."""
+    made = keyed.key("refused texts", limits=KeyLimits(requests_per_minute=3))
+    request = {"model": "writer", "prompt": "abc", "max_tokens": 1, "ignore_eos": True}
+    with keyed.client(made) as client, closing(stack.server.client()) as redis:
+        redis.delete(meter_key(f"key:{made.key.id}", "minute"))
+        for _ in range(4):
+            refused = client.post("/v1/completions", json={**request, "n": 4})
+            assert refused.status_code == 422, refused.text
+            assert "counts as 4 requests. Expected at most 3" in refused.json()["error"]["message"]
+        assert client.post("/v1/completions", json={**request, "n": 3}).status_code == 200
+        assert client.post("/v1/completions", json={**request, "n": 1}).status_code == 429
 
 
 def test_lines_of_a_batch_wait_for_the_limits_of_their_key(stack: GatewayStack, keyed: Keyed):

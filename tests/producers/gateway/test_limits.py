@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from websockets.asyncio.client import connect
 
-from penstock.producers.gateway.limits import Owner, RateLimits, headers_of
+from penstock.producers.gateway.limits import Owner, RateLimits, admitted, check_attainable, headers_of, totals
 from penstock.registry.api_keys import KeyLimits
 from penstock.registry.broker.meters import Charge, Lines, Meter, Reading, Spent
-from penstock.registry.errors import BrokerUnavailable, RateLimited
+from penstock.registry.errors import BrokerUnavailable, InvalidInput, RateLimited
 from penstock.registry.queues import meter_key
 from penstock.registry.settings_sections import RateLimitConfig
 from tests.producers.gateway.conftest import GatewayStack, StartGateway
@@ -37,7 +37,7 @@ def _limits(config: RateLimitConfig, owner: Owner, route: str) -> dict[str, tupl
     """By meter: (limit, cost of a request)."""
     charges = RateLimits(config, _unused).charges(owner, route)
     assert len({charge.meter.key for charge in charges}) == len(charges)
-    return {meter.name: (meter.limit, cost) for meter, cost in charges}
+    return {charge.meter.name: (charge.meter.limit, charge.cost) for charge in charges}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_callers_have_meters_of_their_own():
     limits = RateLimits(EVERY, _unused)
 
     def keys(owner: Owner) -> set[str]:
-        return {meter.key for meter, _ in limits.charges(owner, "/v1/jobs")}
+        return {charge.meter.key for charge in limits.charges(owner, "/v1/jobs")}
 
     one, two = (keys(Owner(name, "acme", KeyLimits(), f"10.0.0.{name}")) for name in "12")
     assert [key for key in one & two if not key.endswith(":acme")] == []
@@ -103,7 +103,9 @@ class Server:
         await self.open.wait()
         if self.error is not None:
             raise self.error
-        return [Spent(charges[0].cost < 5, tuple(Reading(meter, 3, 7) for meter, _ in charges)) for charges in requests]
+        return [
+            Spent(charges[0].cost < 5, tuple(Reading(each.meter, 3, 7) for each in charges)) for charges in requests
+        ]
 
 
 CHARGE = Charge(Meter("requests", "k", "m", 10), 1)
@@ -152,22 +154,30 @@ def test_a_broker_that_is_away_admits_nothing():
 
 
 def test_further_costs_go_to_the_meters_that_count_them():
-    """Jobs of a batch on the meters of requests, tokens on the meter of tokens; nothing is asked for nothing."""
+    """Jobs of a batch on the meters of requests, tokens on the meter of tokens. The sum replaces the charge of the
+    entry on every meter, so that a refusal takes it back; nothing is asked for nothing."""
     charges = RateLimits(RateLimitConfig(), _unused).charges(Owner("k", "acme", OF_KEY, "a"), "/v1/jobs")
+    entered = admitted(charges, [Reading(charge.meter, 4, 61, 1000 + place) for place, charge in enumerate(charges)])
 
-    async def scenario(**spent: int) -> list[tuple[str, int]]:
-        seen: list[tuple[str, int]] = []
+    def costs(requests: int, tokens: int) -> list[tuple[str, int, int]]:
+        return [(each.meter.name, each.cost, each.replaces) for each in totals(entered, requests, tokens)]
 
-        async def spend(requests: Sequence[Sequence[Charge]], _lines: Mapping[int, Lines]) -> list[Spent]:
-            seen.extend((meter.name, cost) for meter, cost in requests[0])
-            return [Spent(True, ())]
+    assert costs(0, 9) == [("requests", 1, 1000), ("day", 1, 1001), ("month", 1, 1002), ("tokens", 9, 0)]
+    assert costs(3, 0) == [("requests", 4, 1000), ("day", 4, 1001), ("month", 4, 1002)]
+    assert costs(0, 0) == []
+    assert totals(entered[:-1], 0, 9) == []
 
-        await RateLimits(RateLimitConfig(), spend).spend(charges, spent.get("requests", 0), spent.get("tokens", 0))
-        return seen
 
-    assert asyncio.run(scenario(tokens=9)) == [("tokens", 9)]
-    assert asyncio.run(scenario(requests=3)) == [("requests", 3), ("day", 3), ("month", 3)]
-    assert asyncio.run(scenario()) == []
+def test_a_cost_above_a_whole_limit_is_no_matter_of_time():
+    """The refusal tells the least limit that is exceeded, and the number found. The whole limit is attainable."""
+    minute, tokens = Meter("requests", "k", "m", 10), Meter("tokens", "t", "m", 50)
+    check_attainable([Charge(minute, 10), Charge(tokens, 50)])
+    with pytest.raises(InvalidInput, match=r"counts as 11 requests\. Expected at most 10: the limit per minute"):
+        check_attainable([Charge(minute._replace(limit=20), 21), Charge(minute, 11), Charge(tokens, 51)])
+    with pytest.raises(
+        InvalidInput, match=r"counts as 51 tokens\. Expected at most 50: the limit per minute \(tokens\)"
+    ):
+        check_attainable([Charge(minute, 10), Charge(tokens, 51)])
 
 
 def test_the_refusal_names_the_limit_that_lasts_longest():
@@ -250,7 +260,7 @@ def test_lines_of_a_batch_leave_half_of_a_minute_to_requests():
     """On the meters of requests; the quota as a whole. Addresses and routes have none."""
     limits = RateLimits(EVERY, _unused)
     owner = Owner("k", "acme", OF_KEY, "")
-    lines = {meter.name: meter for meter, _ in limits.line_charges(owner)}
+    lines = {charge.meter.name: charge.meter for charge in limits.line_charges(owner)}
     assert {name: meter.limit for name, meter in lines.items()} == {
         "requests": 2,
         "tokens": 25,
@@ -258,7 +268,8 @@ def test_lines_of_a_batch_leave_half_of_a_minute_to_requests():
         "day": 70,
         "month": 90,
     }
-    requests = {meter.name: meter.key for meter, _ in limits.charges(owner._replace(address="10.0.0.1"), "/v1/jobs")}
+    charges = limits.charges(owner._replace(address="10.0.0.1"), "/v1/jobs")
+    requests = {charge.meter.name: charge.meter.key for charge in charges}
     assert all(meter.key == requests[name] for name, meter in lines.items())
     (least,) = RateLimits(RateLimitConfig(), _unused).line_charges(
         Owner("k", "acme", KeyLimits(requests_per_minute=1), "")
@@ -286,10 +297,10 @@ def test_as_many_lines_are_charged_as_there_is_room_for(room: dict[str, int], to
 
     async def spend(requests: Sequence[Sequence[Charge]], _lines: Mapping[int, Lines]) -> list[Spent]:
         (charges,) = requests
-        fits = all(left[meter.name] >= max(cost, 1) for meter, cost in charges)
-        readings = tuple(Reading(meter, left[meter.name], 30) for meter, _ in charges)
+        fits = all(left[each.meter.name] >= max(each.cost, 1) for each in charges)
+        readings = tuple(Reading(each.meter, left[each.meter.name], 30) for each in charges)
         if fits:
-            left.update({meter.name: left[meter.name] - cost for meter, cost in charges})
+            left.update({each.meter.name: left[each.meter.name] - each.cost for each in charges})
         return [Spent(fits, readings)]
 
     owner = Owner("k", "acme", KeyLimits(requests_per_minute=20, tokens_per_minute=50), "")

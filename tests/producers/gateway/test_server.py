@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import ssl
 import subprocess
@@ -13,6 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from penstock.producers.gateway.server import Binding, listening
+from penstock.registry.errors import ConfigurationError
 from penstock.registry.settings_sections import ServerConfig
 from tests.gateway_process import GatewayProcess
 from tests.producers.gateway.conftest import GatewayStack, StartGateway
@@ -144,6 +148,88 @@ def test_two_processes_share_port_and_figures(start_gateway: StartGateway):
     wait_until(lambda: not any(Path(f"/proc/{child}/cwd").exists() for child in children), 60, "its processes end, too")
 
 
+def test_gauges_of_a_dead_process_end_with_it(stack: GatewayStack, start_gateway: StartGateway):
+    """The supervisor replaces processes that were killed: the streams that they had open are not counted any more."""
+    gateway = start_gateway("--workers", "2")
+
+    def streams() -> float | None:
+        """What the page says; None while no process answers."""
+        try:
+            with gateway.client() as http:
+                lines = http.get("/metrics").text.splitlines()
+        except httpx.TransportError:
+            return None
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("penstock_http_streams"))
+
+    with naps_before(stack) as client, gateway.client() as http:
+        job = client.submit("napper", {"x": [[3, 8, 8, 8]]})
+        with http.stream("GET", f"/v1/jobs/{job.id}/events"):
+            wait_until(lambda: streams() == 1, 60, "the stream is counted")
+            for child in _serving(gateway):
+                os.kill(child, signal.SIGKILL)
+            wait_until(lambda: streams() == 0, 60, "the streams of dead processes are not counted")
+        job.cancel()
+
+
+def _serving(gateway: GatewayProcess) -> list[int]:
+    """The processes that serve; the supervisor has another one, which tracks resources."""
+    children = Path(f"/proc/{gateway.pid}/task/{gateway.pid}/children").read_text().split()
+    found = [int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    assert len(found) == 2
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("notes.txt", "Address already in use"),
+        ("folder", "Address already in use"),
+        ("folder/" + "x" * 120, "AF_UNIX path too long"),
+        ("nowhere/gateway.sock", "No such file or directory"),
+    ],
+)
+def test_a_path_that_is_no_place_for_a_socket_is_one_line(tmp_path: Path, name: str, reason: str):
+    """Another file, a folder, a path that is too long, a folder that is not there. Nothing is deleted."""
+    path = tmp_path / name
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "notes.txt").write_text("precious")
+    with pytest.raises(ConfigurationError, match=rf"The gateway cannot listen on .*: {reason}\. Expected a free"):
+        listening(Binding("127.0.0.1", 0, uds=path)).__enter__()
+    assert (tmp_path / "notes.txt").read_text() == "precious"
+
+
+def test_a_socket_that_was_left_is_replaced(tmp_path: Path):
+    """One that answers is not."""
+    path = tmp_path / "gateway.sock"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    with listening(Binding("127.0.0.1", 0, uds=path)) as (listener, _, url):
+        assert url == f"unix:{path}"
+        listener.listen()
+        with pytest.raises(ConfigurationError):
+            listening(Binding("127.0.0.1", 0, uds=path)).__enter__()
+        assert path.is_socket()
+    assert not path.exists()
+
+
+def test_files_that_are_no_use_for_tls_are_one_line(tmp_path: Path):
+    """A key of another certificate, text that is no PEM, a file that is not there. The message names no path."""
+    (certificate, key), (_, other_key) = (_certificate(tmp_path, name) for name in ("one", "other"))
+    text = tmp_path / "notes.txt"
+    text.write_text("no PEM")
+    for files, reason in (
+        ((certificate, other_key), "key values mismatch"),
+        ((text, key), "a file is not in PEM"),
+        ((certificate, text), "a file is not in PEM"),
+        ((tmp_path / "nothing.pem", key), "No such file or directory"),
+    ):
+        with pytest.raises(ConfigurationError, match=reason) as e:
+            listening(Binding("127.0.0.1", 0, None, *files)).__enter__()
+        assert str(tmp_path) not in str(e.value)
+    with listening(Binding("127.0.0.1", 0, None, certificate, key)) as (_, _, url):
+        assert url.startswith("https://")
+
+
 @pytest.mark.slow
 def test_a_unix_socket(stack: GatewayStack, tmp_path: Path):
     """--uds: the socket goes with the gateway; one that a killed gateway left does not stop the next."""
@@ -165,10 +251,7 @@ def test_a_unix_socket(stack: GatewayStack, tmp_path: Path):
 @pytest.mark.slow
 def test_tls(start_gateway: StartGateway, tmp_path: Path):
     """--tls-certificate and --tls-key: https only."""
-    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
-    more = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run([*command, *more], check=True, capture_output=True)
+    certificate, key = _certificate(tmp_path, "localhost")
     gateway = start_gateway("--tls-certificate", str(certificate), "--tls-key", str(key))
     assert gateway.url.startswith("https://")
     trusted = ssl.create_default_context(cafile=str(certificate))
@@ -269,6 +352,15 @@ def test_settings_of_the_server(stack: GatewayStack, tmp_path: Path):
     finally:
         gateway.stop()
     assert (ServerConfig().host, ServerConfig().port) == ("127.0.0.1", 8000)
+
+
+def _certificate(folder: Path, name: str) -> tuple[Path, Path]:
+    """(a certificate of 127.0.0.1, its key)."""
+    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
+    more = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*command, *more], check=True, capture_output=True)
+    return certificate, key
 
 
 def _received(client: socket.socket) -> bytes:

@@ -130,6 +130,56 @@ def test_a_cost_above_what_is_left_is_refused(client: redis.Redis):
     assert not asked(client, [Charge(one, 0)])[0].is_admitted
 
 
+@pytest.mark.parametrize("kind", ["m", "d", "M"])
+def test_a_replaced_charge_is_taken_back(client: redis.Redis, kind: WindowKind):
+    """Whether the request that replaces it is admitted or refused, on each of its meters and only once."""
+    narrow, wide = meter(10, kind), meter(100, kind)
+    (entered,) = asked(client, [Charge(narrow, 1), Charge(wide, 1)])
+
+    def raised(cost: int) -> list[Charge]:
+        return [Charge(one.meter, cost, one.second) for one in entered.readings]
+
+    (refused,) = asked(client, raised(11))
+    assert not refused.is_admitted
+    assert [reading.left for reading in refused.readings] == [10, 100]
+    (entered,) = asked(client, [Charge(narrow, 1), Charge(wide, 1)])
+    (found,) = asked(client, raised(10))
+    assert found.is_admitted
+    assert [reading.left for reading in found.readings] == [0, 90]
+
+
+def test_of_two_batches_of_a_whole_limit_one_is_admitted(client: redis.Redis):
+    """Both have entered when both ask for their jobs: the refused one leaves its room to the other one."""
+    one = meter(10)
+    first, second = asked(client, [Charge(one, 1)], [Charge(one, 1)])
+    found = asked(client, *([Charge(one, 10, each.readings[0].second)] for each in (first, second)))
+    assert [each.is_admitted for each in found] == [False, True]
+    assert not asked(client, [Charge(one, 1)])[0].is_admitted
+
+
+def test_a_replaced_charge_leaves_the_second_it_was_charged_at(client: redis.Redis):
+    """At another second the sum would be too low for a while, and a minute would have more than its limit."""
+    one = meter(10)
+    (entered,) = asked(client, [Charge(one, 1)])
+    age(client, one.key, 30)
+    assert asked(client, [Charge(one, 4)])[0].is_admitted
+    second = entered.readings[0].second - 30
+    assert asked(client, [Charge(one, 11, second)])[0].readings[0].left == 6
+    age(client, one.key, 32)
+    assert asked(client, [Charge(one, 0)])[0].readings[0].left == 6
+
+
+@pytest.mark.parametrize("kind", ["m", "d", "M"])
+def test_a_charge_that_has_left_its_window_is_not_taken_back(client: redis.Redis, kind: WindowKind):
+    """The body of the request came later than that: all that is counted now is of others."""
+    one = meter(10, kind)
+    (entered,) = asked(client, [Charge(one, 1)])
+    client.delete(one.key)
+    assert asked(client, [Charge(one, 3)])[0].is_admitted
+    long_ago = entered.readings[0].second - 40 * 86_400
+    assert asked(client, [Charge(one, 8, long_ago)])[0].readings[0].left == 7
+
+
 def test_meters_go_with_their_windows(client: redis.Redis):
     """A caller that comes no more leaves nothing behind."""
     most: dict[WindowKind, int] = {"m": 62, "d": 25 * 3600, "M": 32 * 86_400}
