@@ -2,8 +2,9 @@
 
     request -> fresh -> young: the copy at once | middle-aged: the copy, and a read begins | old: after that read
 
-A read asks for the changes since the last one, however many keys there are. So a busy process reads twice a second, no
-request waits for it, and a revoked key stops within a second.
+A read asks for the last change of the copy and for all later ones, however many keys there are. So a busy process reads
+twice a second, no request waits for it, and a revoked key stops within a second. Where the last change is not there any
+more, the registry may have been restored from a backup, and may use its revisions a second time: all keys are read.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from penstock.registry.api_keys import ApiKey
 __all__ = ["LONGEST_AGE_S", "KeyCopy", "ReadKeys"]
 
 ReadKeys = Callable[[int], list[ApiKey]]
-"""Reads the keys that were changed after a revision; see SqlApiKeys.since. It blocks, in a thread of its own."""
+"""Reads the keys that were changed after a revision, in the order of their changes; see SqlApiKeys.since. It blocks, in
+a thread of its own."""
 LONGEST_AGE_S: Final = 1.0
 _READ_AFTER_S: Final = 0.5
 
@@ -30,7 +32,8 @@ class KeyCopy:
         self._read = read
         self._now = now
         self._keys: dict[str, ApiKey] = {}
-        self._revision = 0
+        self._last: ApiKey | None = None
+        """The key of the last change that the copy has."""
         self._as_of = -inf
         """When the last read began that has succeeded."""
         self._expired_at = -inf
@@ -64,11 +67,20 @@ class KeyCopy:
 
     async def _update(self, now: Callable[[], float]) -> None:
         begun = now()
-        for key in await asyncio.to_thread(self._read, self._revision):
-            self._keys[key.id] = key
-            self._revision = key.revision
+        changed, is_whole = await asyncio.to_thread(self._read_changes, self._last)
+        if is_whole:
+            self._keys = {}
+        self._keys.update((key.id, key) for key in changed)
+        self._last = changed[-1] if changed else None
         if begun >= self._expired_at:
             self._as_of = begun
+
+    def _read_changes(self, last: ApiKey | None) -> tuple[list[ApiKey], bool]:
+        """(keys, whether they are all keys): `last` and those that changed later, or all of them. It blocks."""
+        # The row of `last` is also gone when that key has changed again. A read of all keys is right then, too.
+        if last is not None and (changed := self._read(last.revision - 1)) and changed[0] == last:
+            return changed, False
+        return self._read(0), True
 
     def _forget(self, reading: asyncio.Task[None]) -> None:
         self._reading = None

@@ -2,8 +2,9 @@
 
     `penstock keys` -> add, revoke, replace_secret -> rows with a revision -> since -> the copies of the gateways
 
-Each change has the next revision. A reader that has seen a revision asks for later ones only. The unique index lets one
-of two writers wait for the other, so that no earlier revision appears after a later one.
+Each change has the next revision. A reader asks for the last one that it has seen and for later ones. The unique index
+lets one of two writers wait for the other, so that no earlier revision appears after a later one. A database that was
+restored from a backup uses the revisions after the backup again, for other changes; see producers/gateway/key_copy.py.
 """
 
 from __future__ import annotations

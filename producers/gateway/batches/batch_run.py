@@ -5,9 +5,11 @@
                           |          '-- refused: that line fails
                           '-- at most `max_outstanding` jobs at a time; a full queue makes the chunk wait
 
-The job of a line has an id that follows from the batch and the number of the line. After a kill -9 the next process
-submits the lines without an answer again, and the broker accepts no job that it already has. A cancelled or expired
-batch cancels its jobs; lines that have no answer then are in the error file.
+The job of a line has an id that follows from the batch, the number of the line, and its round. After a kill -9 the next
+process submits the lines without an answer again, and the broker accepts no job that it already has. A job lives for
+`queue.job_ttl_s`, a batch up to a week: where a job expires, its line has its next round, which is on the disk before
+that job is submitted. A cancelled or expired batch cancels its jobs; lines that have no answer then are in the error
+file.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from penstock.registry.broker.meters import Lines
 from penstock.registry.errors import (
     BadApiKey,
     Cancelled,
+    Expired,
     InvalidInput,
     JobLost,
     PenstockError,
@@ -41,7 +44,7 @@ from penstock.registry.errors import (
 from penstock.registry.queues import DerivedIds
 from penstock.registry.tensors import Array
 
-__all__ = ["BatchRun", "Endpoint", "LineJob", "Resume", "StopCode", "WriteError"]
+__all__ = ["BatchRun", "Endpoint", "KeepRounds", "LineJob", "Resume", "StopCode", "WriteError"]
 
 _CHUNK_LINES: Final = 64
 """Of one submit: enough that a line costs a small part of a round trip, few enough that requests need not wait."""
@@ -79,6 +82,8 @@ Endpoint: TypeAlias = Callable[[bytes], Awaitable[LineJob]]
 """The body of a request -> its job. Raises as a request would."""
 Resume: TypeAlias = Callable[[str, str], Awaitable[Entry]]
 """The id of a key and a tenant: the present task acts for that caller. Raises BadApiKey and RegistryUnavailable."""
+KeepRounds: TypeAlias = Callable[[Mapping[int, int]], Awaitable[None]]
+"""Writes the rounds of lines down, by their numbers. Raises BrokerUnavailable, and OSError of the disk."""
 WriteError: TypeAlias = Callable[[Exception], tuple[int, bytes]]
 """An error -> the status and the body that a request would get."""
 
@@ -88,6 +93,8 @@ class _Pending:
     line: Line
     custom_id: str
     job: LineJob
+    round: int = 0
+    """How many of its jobs have expired."""
     losses: int = 0
     is_paid: bool = False
     """Whether it was charged on the limits of the caller."""
@@ -96,7 +103,8 @@ class _Pending:
 @dataclass(slots=True)
 class BatchRun:
     """The run of one batch. made_at: when it was created, in Unix seconds. max_outstanding: jobs at a time.
-    resume: has the task act for the batch's caller."""
+    resume: has the task act for the batch's caller. rounds: those of the lines that are past their first one.
+    stopped: why nothing is submitted."""
 
     client: GatewayClient
     batch_id: str
@@ -107,6 +115,8 @@ class BatchRun:
     write_error: WriteError
     journal: Journal
     max_outstanding: int
+    rounds: dict[int, int]
+    keep_rounds: KeepRounds
     stopped: StopCode | None = None
     waiting_groups: int = 0
     """Groups of lines that wait for room in a limit."""
@@ -114,8 +124,8 @@ class BatchRun:
     """The jobs that have not ended."""
     _charged: frozenset[int] = frozenset()
     """The lines that an earlier process has charged on the limits of the caller."""
-    _ids: dict[str, DerivedIds] = field(default_factory=dict)
-    """Those of the jobs, by model."""
+    _ids: dict[tuple[str, int], DerivedIds] = field(default_factory=dict)
+    """Those of the jobs, by model and round."""
     _limits: set[asyncio.Timeout] = field(default_factory=set)
     """How long each chunk waits for its jobs: without a limit, until the run is stopped."""
 
@@ -184,7 +194,10 @@ class BatchRun:
                 if (job := await self._job_of(request)) is None:
                     ended.append(self._unrun(line.number, request.custom_id))
                 else:
-                    found.append(_Pending(line, request.custom_id, job, is_paid=line.number in self._charged))
+                    is_paid = line.number in self._charged
+                    found.append(
+                        _Pending(line, request.custom_id, job, self.rounds.get(line.number, 0), is_paid=is_paid)
+                    )
             except PenstockError as error:
                 ended.append(self._failed(line.number, request.custom_id, "", error))
         return found
@@ -234,6 +247,7 @@ class BatchRun:
         group.sort(key=lambda each: not each.is_paid)
         while group and not self.is_stopped:
             try:
+                await self._keep_rounds_of(group)
                 if not (count := await self._pay(group)):
                     # The run was stopped meanwhile.
                     continue
@@ -258,6 +272,13 @@ class BatchRun:
                 pause_s = await _pause(pause_s)
         self.journal.write([*ended, *(self._unrun(each.line.number, each.custom_id) for each in group)])
 
+    async def _keep_rounds_of(self, group: Sequence[_Pending]) -> None:
+        """A line has no job in a round that the next process would not know. Raises BrokerUnavailable and OSError."""
+        known = self.rounds
+        if new := {each.line.number: each.round for each in group if each.round != known.get(each.line.number, 0)}:
+            await self.keep_rounds(new)
+            known |= new
+
     async def _pay(self, group: Sequence[_Pending]) -> int:
         """How many lines of a group may run now; 0: none, as the run was stopped. Those not paid for are charged.
 
@@ -276,7 +297,7 @@ class BatchRun:
         return count
 
     async def _turn(self, group: Sequence[_Pending], ended: list[EndedLine]) -> list[_Pending]:
-        """Submits lines and waits for their ends. Returns those whose jobs the broker has lost.
+        """Submits lines and waits for their ends. Returns those whose jobs have expired, or the broker has lost.
 
         Raises QueueFull, Retryable and Unauthorized; the same call finds the accepted jobs again.
         """
@@ -300,15 +321,18 @@ class BatchRun:
             each = group[place]
             text = InvalidInput(str(refusal).removeprefix(f"Item {place}: "))
             ended.append(self._failed(each.line.number, each.custom_id, "", text))
-        lost = []
+        left = []
         for each, handle in zip(accepted, handles, strict=True):
             result = results.get(handle.id)
             if isinstance(result, _GONE) and each.losses < _MOST_LOSSES:
                 each.losses += 1
-                lost.append(each)
+                left.append(each)
+            elif isinstance(result, Expired) and not self.is_stopped:
+                each.round += 1
+                left.append(each)
             else:
                 ended.append(self._ended(each, handle.id, result))
-        return lost
+        return left
 
     async def _submit(self, group: Sequence[_Pending], refused: dict[int, InvalidInput]) -> list[AsyncJobHandle]:
         job = group[0].job
@@ -316,12 +340,17 @@ class BatchRun:
         options = SubmitOptions(
             "low", None, None, job.version, job.outputs, prompt_tokens=tokens if any(tokens) else ()
         )
-        ids = self._ids.get(job.model)
-        if ids is None:
-            ids = self._ids[job.model] = DerivedIds(job.model, self.batch_id, self.made_at * 1000)
-        job_ids = [ids.of(each.line.number) for each in group]
+        job_ids = [self._ids_of(job.model, each.round).of(each.line.number) for each in group]
         inputs = [each.job.inputs for each in group]
         return await self.client.submit_items(job.model, inputs, job_ids, options, refused, _ROOM_TIMEOUT_S)
+
+    def _ids_of(self, model: str, job_round: int) -> DerivedIds:
+        ids = self._ids.get((model, job_round))
+        if ids is None:
+            # No id of a batch has a dot.
+            name = f"{self.batch_id}.{job_round}" if job_round else self.batch_id
+            ids = self._ids[model, job_round] = DerivedIds(model, name, self.made_at * 1000)
+        return ids
 
     async def _await_ends(self, handles: Sequence[AsyncJobHandle], results: dict[str, Answered]) -> None:
         """Adds how the jobs ended, by id; without those that a stopped run does not await any longer."""
@@ -339,7 +368,7 @@ class BatchRun:
 
     def _ended(self, each: _Pending, job_id: str, result: Answered | None) -> EndedLine:
         number, custom_id = each.line.number, each.custom_id
-        if result is None or (isinstance(result, Cancelled) and self.is_stopped):
+        if result is None or (isinstance(result, (Cancelled, Expired)) and self.is_stopped):
             return self._unrun(number, custom_id)
         if isinstance(result, Exception):
             return self._failed(number, custom_id, job_id, result)

@@ -3,6 +3,7 @@
     file = (length of the block (uint32 LE)  block)...        block = plain bytes, or sealed ones (safety/sealing.py)
 
 A sealed block is bound to the name of its file and to its place there. It opens in no other file and in no other place.
+No reader takes a block of over MOST_PLAIN_BYTES plain bytes, and no writer writes one.
 """
 
 from __future__ import annotations
@@ -16,12 +17,19 @@ from typing import BinaryIO, Final
 from penstock.registry.envelope import BodyKeys
 from penstock.registry.errors import PenstockError
 
-__all__ = ["BLOCK_BYTES", "BlockWriter", "FileBusy", "FileDamaged", "read_blocks"]
+__all__ = ["BLOCK_BYTES", "MOST_PLAIN_BYTES", "BlockTooLong", "BlockWriter", "FileBusy", "FileDamaged", "read_blocks"]
 
 BLOCK_BYTES: Final = 256 * 1024
-"""Of one block of an upload."""
+"""Of one block of an upload, and of a journal whose lines are shorter."""
+MOST_PLAIN_BYTES: Final = 1024 * 1024 * 1024
+"""Of one block. An answer is one line of a block: 2,048 vectors of 4,096 numbers are up to 200 MB of JSON."""
 _LENGTH_BYTES: Final = 4
-_MOST_BLOCK_BYTES: Final = 64 * 1024 * 1024
+_MOST_BLOCK_BYTES: Final = MOST_PLAIN_BYTES + 64 * 1024
+"""With the seal."""
+
+
+class BlockTooLong(PenstockError):
+    """No reader would take the block."""
 
 
 class FileBusy(PenstockError):
@@ -63,7 +71,9 @@ class BlockWriter:
         self._file.seek(end)
 
     def append(self, plain: bytes) -> None:
-        """Writes one block. It survives the process, and a power cut after `sync`."""
+        """Writes one block. It survives the process, and a power cut after `sync`. Raises BlockTooLong."""
+        if len(plain) > MOST_PLAIN_BYTES:
+            raise BlockTooLong(f"Bad block of {len(plain)} bytes. Expected at most {MOST_PLAIN_BYTES}")
         block = plain if self._keys is None else self._keys.seal(plain, _bound(self._name, self._count))
         self._file.write(len(block).to_bytes(_LENGTH_BYTES, "little") + block)
         self._file.flush()
@@ -95,10 +105,12 @@ def read_blocks(path: Path, nbytes: int, keys: BodyKeys | None) -> Iterator[byte
 
 def _blocks(file: BinaryIO, name: str, keys: BodyKeys | None) -> Iterator[bytes]:
     """The whole blocks from the beginning of a file."""
+    file_bytes = os.fstat(file.fileno()).st_size
     for place in range(1 << 32):
         head = file.read(_LENGTH_BYTES)
         size = int.from_bytes(head, "little")
-        if len(head) < _LENGTH_BYTES or size > _MOST_BLOCK_BYTES:
+        if len(head) < _LENGTH_BYTES or size > min(_MOST_BLOCK_BYTES, file_bytes - file.tell()):
+            # The memory for the block is taken before its bytes are read: a length that was cut may be any number.
             return
         block = file.read(size)
         if len(block) < size:

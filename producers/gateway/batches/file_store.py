@@ -173,9 +173,10 @@ class FileStore:
 
     def _remove_orphans(self) -> None:
         """Removes contents that neither the index nor an open batch names."""
+        # The open batches first: the files of one that ends after that are in the index.
+        known = {file_id for stored in self.open_batches() for file_id in (stored.output, stored.errors)}
         with self._reading() as rows:
-            known = {file_id for (file_id,) in rows.execute("SELECT id FROM files")}
-        known |= {file_id for stored in self.open_batches() for file_id in (stored.output, stored.errors)}
+            known |= {file_id for (file_id,) in rows.execute("SELECT id FROM files")}
         for path in self._folder.glob("file-*"):
             with suppress(FileNotFoundError):
                 if path.name not in known and path.stat().st_mtime < self._clock() - _ORPHAN_S:

@@ -3,18 +3,19 @@
     {"id": "batch_req_<batch>_<line>", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}
 
 A line has an answer, an answer that is an error (with its status, in the error file), or no answer: then `error` says
-why. The file of a killed process ends with whole blocks, and each block has whole lines.
+why. The file of a killed process ends with whole blocks, and each block has whole lines: one of any length, or several
+of up to BLOCK_BYTES together. A line that is too long for a block is in the error file, without its answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Final, NamedTuple, Self
 
 import msgspec
 
-from penstock.producers.gateway.batches.block_file import BlockWriter
+from penstock.producers.gateway.batches.block_file import BLOCK_BYTES, MOST_PLAIN_BYTES, BlockWriter
 from penstock.producers.gateway.batches.file_store import FileStore
 from penstock.producers.gateway.batches.records import Counts, StoredBatch
 from penstock.registry.errors import PenstockError
@@ -22,6 +23,8 @@ from penstock.registry.errors import PenstockError
 __all__ = ["EndedLine", "Journal"]
 
 _FIRST_ERROR: Final = 400
+_MOST_BODY_BYTES: Final = MOST_PLAIN_BYTES - 64 * 1024
+"""Its line has a custom_id and ids, too."""
 
 
 class EndedLine(NamedTuple):
@@ -98,12 +101,13 @@ class Journal:
 
     def write(self, lines: Sequence[EndedLine]) -> None:
         """Writes lines that have ended. They survive the process."""
+        lines = [_shortened(line) for line in lines]
         answered = [line for line in lines if not line.has_failed]
         failed = [line for line in lines if line.has_failed]
-        if answered:
-            self._output.append(b"".join([self._written(line) for line in answered]))
-        if failed:
-            self._errors.append(b"".join([self._written(line) for line in failed]))
+        for block in _blocks(map(self._written, answered)):
+            self._output.append(block)
+        for block in _blocks(map(self._written, failed)):
+            self._errors.append(block)
         self._completed += len(answered)
         self._failed += len(failed)
         self.done.update(line.number for line in lines)
@@ -138,3 +142,25 @@ class Journal:
         answer = None if line.body is None else _Response(line.status, line.job_id, msgspec.Raw(line.body))
         error = _Error(line.code, line.message) if line.code else None
         return _encode(_Written(f"{self._prefix}{line.number}", line.custom_id, answer, error)) + b"\n"
+
+
+def _shortened(line: EndedLine) -> EndedLine:
+    """The line, or one that says why its answer cannot be kept."""
+    if line.body is None or len(line.body) <= _MOST_BODY_BYTES:
+        return line
+    message = f"The answer has {len(line.body)} bytes. Expected at most {_MOST_BODY_BYTES}: send fewer inputs in a line"
+    return line._replace(body=None, code="answer_too_long", message=message)
+
+
+def _blocks(texts: Iterator[bytes]) -> Iterator[bytes]:
+    """Texts one behind the other. A block has one of them, or several of up to BLOCK_BYTES together."""
+    block: list[bytes] = []
+    nbytes = 0
+    for text in texts:
+        if block and nbytes + len(text) > BLOCK_BYTES:
+            yield b"".join(block)
+            block, nbytes = [], 0
+        block.append(text)
+        nbytes += len(text)
+    if block:
+        yield b"".join(block)

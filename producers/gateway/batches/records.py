@@ -90,10 +90,12 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
 class StoredBatch(msgspec.Struct, frozen=True):
     """A batch with what clients do not see. output, errors: the ids that its files get when it ends. key_id: the API
-    key for which its jobs run; empty where none was asked for."""
+    key for which its jobs run; empty where none was asked for. rounds: how many jobs of a line have expired, by the
+    number of the line; without the lines that have ended, and those with none."""
 
     tenant: str
     output: str
     errors: str
     batch: Batch
     key_id: str = ""
+    rounds: dict[int, int] = {}

@@ -5,6 +5,7 @@
 
 The lock of a batch is that of its output file. The kernel ends it with its process, also at kill -9, so that another
 process goes on at its next look. A batch that is cancelled in one process is stopped by the one that runs it.
+One that no process runs yet ends without waiting for a place among the batches that run.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +34,7 @@ __all__ = ["BatchRunner", "RunOptions"]
 
 _LOOK_EVERY_S: Final = 1.0
 _MOST_AT_ONCE: Final = 4
-"""Batches that one process runs at a time; further ones wait for a process."""
+"""Batches that one process runs at a time; further ones wait for a process. As many may be ended beside them."""
 _RETRY_S: Final = 30.0
 _BUSY_S: Final = 5.0
 _DELETE_EVERY: Final = 60
@@ -67,6 +68,8 @@ class BatchRunner:
         self._clock = clock
         self._wake = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._ending: set[str] = set()
+        """Those that were begun to be ended: no line of them is submitted."""
         self._runs: dict[str, BatchRun] = {}
         """Those of the running batches whose lines are being run."""
         self._retry_at: dict[str, float] = {}
@@ -106,24 +109,37 @@ class BatchRunner:
             return
         if deletes:
             await asyncio.to_thread(self._store.delete_expired)
-        if not self._has_place:
-            return
-        now = asyncio.get_running_loop().time()
         for stored in await asyncio.to_thread(self._store.open_batches):
-            is_due = self._retry_at.get(stored.batch.id, 0.0) <= now
-            if is_due and stored.batch.id not in self._running and self._has_place:
-                task = asyncio.get_running_loop().create_task(self._run(stored), name=stored.batch.id)
-                self._running[stored.batch.id] = task
-                task.add_done_callback(self._end)
+            batch_id = stored.batch.id
+            is_due = self._retry_at.get(batch_id, 0.0) <= asyncio.get_running_loop().time()
+            if not is_due or batch_id in self._running:
+                continue
+            if self._stop_code(stored) is not None:
+                if len(self._ending) >= _MOST_AT_ONCE:
+                    continue
+                self._ending.add(batch_id)
+            elif not self._has_place:
+                continue
+            task = asyncio.get_running_loop().create_task(self._run(stored), name=batch_id)
+            self._running[batch_id] = task
+            task.add_done_callback(self._end)
 
     @property
     def _has_place(self) -> bool:
         """Whether another batch may run. Those that wait for the limits of their keys take no place of the others."""
         waiting = sum(run.waiting_groups > 0 for run in self._runs.values())
-        return len(self._running) - waiting < _MOST_AT_ONCE and len(self._running) < _MOST_OPEN
+        running = len(self._running) - len(self._ending)
+        return running - waiting < _MOST_AT_ONCE and running < _MOST_OPEN
+
+    def _stop_code(self, stored: StoredBatch) -> StopCode | None:
+        """Why no more lines of an open batch are submitted."""
+        if stored.batch.status == "cancelling":
+            return "batch_cancelled"
+        return "batch_expired" if self._clock() >= stored.batch.expires_at else None
 
     def _end(self, task: asyncio.Task[None]) -> None:
         self._running.pop(task.get_name(), None)
+        self._ending.discard(task.get_name())
         if not task.cancelled() and (error := task.exception()) is not None:
             # It stays open: a full disk or a missing key may be mended.
             self._retry_at[task.get_name()] = task.get_loop().time() + _RETRY_S
@@ -166,6 +182,9 @@ class BatchRunner:
             self._options.write_error,
             journal,
             self._options.max_outstanding,
+            dict(stored.rounds),
+            partial(self._keep_rounds, stored, journal),
+            self._stop_code(stored),
         )
         self._runs[stored.batch.id] = run
         try:
@@ -177,6 +196,13 @@ class BatchRunner:
             del self._runs[stored.batch.id]
         await asyncio.to_thread(self._finish, stored, journal, total, run.stopped)
 
+    async def _keep_rounds(self, stored: StoredBatch, journal: Journal, rounds: Mapping[int, int]) -> None:
+        def keep(before: StoredBatch) -> StoredBatch:
+            kept = {number: each for number, each in before.rounds.items() if number not in journal.done}
+            return replace(before, rounds={**kept, **rounds})
+
+        await asyncio.to_thread(self._store.change_batch, stored.tenant, stored.batch.id, keep)
+
     async def _watch(self, stored: StoredBatch, run: BatchRun, journal: Journal, total: int) -> None:
         """Writes the progress down, and stops a run that is cancelled or whose time is over."""
         while True:
@@ -184,16 +210,15 @@ class BatchRunner:
 
             def note(before: StoredBatch, counts: object = counts, now: int = now) -> StoredBatch:
                 batch = before.batch
+                if batch.status in ENDED:
+                    # A watch that was cancelled may still write in its thread. The end has the last counts.
+                    return before
                 status: BatchStatus = "in_progress" if batch.status == "validating" else batch.status
                 begun = batch.in_progress_at or now
                 return _changed(before, status=status, in_progress_at=begun, request_counts=counts)
 
             latest = await asyncio.to_thread(self._store.change_batch, stored.tenant, stored.batch.id, note)
-            code: StopCode | None = None
-            if latest.batch.status == "cancelling":
-                code = "batch_cancelled"
-            elif self._clock() >= latest.batch.expires_at:
-                code = "batch_expired"
+            code = self._stop_code(latest)
             if code is not None and run.stopped is None:
                 await run.stop(code)
             await asyncio.sleep(_LOOK_EVERY_S)
@@ -203,6 +228,7 @@ class BatchRunner:
         counts, now = journal.counts(total), int(self._clock())
 
         def finish(before: StoredBatch) -> StoredBatch:
+            before = replace(before, rounds={})
             ended = {"request_counts": counts, "finalizing_at": now}
             if stopped == "batch_expired":
                 return _changed(before, status="expired", expired_at=now, **ended)

@@ -1,17 +1,21 @@
-"""The copy of the keys: never a second old, one read at a time, and no request that waits while it is young."""
+"""The copy of the keys: never a second old, one read at a time, no request that waits while it is young, restores."""
 
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from msgspec import structs
 
 from penstock.producers.gateway.key_copy import KeyCopy
 from penstock.registry.api_keys import ApiKey, new_api_key
+from penstock.registry.catalog.api_keys import SqlApiKeys
 from penstock.registry.errors import RegistryUnavailable
 
 KEY = new_api_key("test", now=0).key
@@ -26,6 +30,7 @@ class Registry:
     asked: list[int] = field(default_factory=list)
     error: Exception | None = None
     gate: threading.Event = field(default_factory=threading.Event)
+    rows_read: int = 0
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -37,7 +42,9 @@ class Registry:
         self.gate.wait(30)
         if self.error is not None:
             raise self.error
-        return [key for key in self.keys if key.revision > revision]
+        found = [key for key in self.keys if key.revision > revision]
+        self.rows_read += len(found)
+        return found
 
     async def idle(self) -> None:
         """Waits until no read is under way."""
@@ -56,6 +63,10 @@ def _key(revision: int, revoked_at: int | None = None) -> ApiKey:
     return structs.replace(KEY, revision=revision, revoked_at=revoked_at)
 
 
+def _other(revision: int) -> ApiKey:
+    return structs.replace(KEY, id=f"{revision:012x}", revision=revision)
+
+
 def test_a_copy_of_a_second_is_not_used():
     """A key that was revoked a second ago is read again before anything is answered."""
 
@@ -66,7 +77,23 @@ def test_a_copy_of_a_second_is_not_used():
         registry.now_s += 1.0
         assert (await registry.copy.fresh())[KEY.id].revoked_at == 5
 
-    assert ran(scenario).asked == [0, 1]
+    ran(scenario)
+
+
+def test_a_read_costs_the_changes():
+    """Beside the last row that it has, however many keys there are."""
+
+    async def scenario(registry: Registry) -> None:
+        registry.keys = [_other(revision) for revision in range(1, 501)]
+        assert len(await registry.copy.fresh()) == 500
+        for revision in (501, 502, 502):
+            registry.keys = [*registry.keys[:500], *map(_other, range(501, revision + 1))]
+            registry.now_s += 1.0
+            assert len(await registry.copy.fresh()) == revision
+
+    registry = ran(scenario)
+    assert registry.asked == [0, 499, 500, 501]
+    assert registry.rows_read == 500 + 2 + 2 + 1
 
 
 def test_a_young_copy_is_used_at_once():
@@ -176,3 +203,43 @@ def test_an_expired_copy_is_not_used():
     registry = _Late(keys=[_key(1)])
     asyncio.run(scenario(registry))
     assert registry.asked == [0, 0, 0]
+
+
+async def _read_again(copy: KeyCopy) -> Mapping[str, ApiKey]:
+    copy.expire()
+    return await copy.fresh()
+
+
+@pytest.mark.parametrize("changes_after", [0, 1, 2, 3, 4])
+def test_a_registry_that_was_restored_is_read_as_a_whole(tmp_path: Path, changes_after: int):
+    """Changes after the backup are gone, also where as many new ones came: none of their revisions hides another."""
+    file, backup = tmp_path / "registry.db", tmp_path / "backup.db"
+    registry = SqlApiKeys(f"sqlite:///{file}")
+    kept = registry.add(new_api_key("kept", now=1).key)
+    revoked = registry.add(new_api_key("revoked", now=1).key)
+    _copy_database(file, backup)
+    copy = KeyCopy(registry.since)
+
+    async def scenario() -> None:
+        lost = [registry.add(new_api_key(f"lost {place}", now=2).key) for place in range(3)]
+        assert (await copy.fresh()).keys() == {key.id for key in (kept, revoked, *lost)}
+        _copy_database(backup, file)
+        new = []
+        for place in range(changes_after):
+            if place:
+                new.append(registry.add(new_api_key(f"new {place}", now=3).key))
+            else:
+                registry.revoke(revoked.id, 3)
+        found = await _read_again(copy)
+        assert found.keys() == {key.id for key in (kept, revoked, *new)}
+        assert found[revoked.id].revoked_at == (3 if changes_after else None)
+        # From here on the copy follows the restored registry.
+        registry.revoke(kept.id, 4)
+        assert (await _read_again(copy))[kept.id].revoked_at == 4
+
+    asyncio.run(scenario())
+
+
+def _copy_database(source: Path, target: Path) -> None:
+    with closing(sqlite3.connect(source)) as read, closing(sqlite3.connect(target)) as written:
+        read.backup(written)

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.producers.gateway.batches.block_file import BlockWriter, FileBusy, FileDamaged, read_blocks
+from penstock.producers.gateway.batches.block_file import (
+    MOST_PLAIN_BYTES,
+    BlockTooLong,
+    BlockWriter,
+    FileBusy,
+    FileDamaged,
+    read_blocks,
+)
 from penstock.safety.sealing import DataKeys
 
 BLOCKS = [b"first\n", b"second\n" * 1000, b"third\n"]
@@ -51,6 +58,31 @@ def test_a_block_that_was_cut_is_written_again(tmp_path: Path, keys: DataKeys | 
     writer.close()
     assert path.stat().st_size == whole
     assert list(read_blocks(path, nbytes, keys)) == BLOCKS
+
+
+def test_a_long_block_is_not_the_end_of_a_file(tmp_path: Path, keys: DataKeys | None):
+    """The answer of one line may have hundreds of MB: a restart keeps it, and readers have it as a whole."""
+    path, long = tmp_path / "file-a", b"x" * (65 * 1024 * 1024)
+    writer = BlockWriter(path, keys)
+    writer.append(long)
+    writer.close()
+    writer = BlockWriter(path, keys)
+    assert [len(block) for block in writer.recover()] == [len(long)]
+    writer.append(b"next")
+    writer.close()
+    assert list(read_blocks(path, writer.nbytes, keys)) == [long, b"next"]
+
+
+def test_a_block_that_no_reader_takes_is_not_written(tmp_path: Path, keys: DataKeys | None):
+    """The file stays as it was, and takes shorter blocks."""
+    path = tmp_path / "file-a"
+    writer = BlockWriter(path, keys)
+    with pytest.raises(BlockTooLong, match=f"Expected at most {MOST_PLAIN_BYTES}"):
+        writer.append(bytes(MOST_PLAIN_BYTES + 1))
+    assert (writer.nbytes, path.stat().st_size) == (0, 0)
+    writer.append(b"short")
+    writer.close()
+    assert list(read_blocks(path, writer.nbytes, keys)) == [b"short"]
 
 
 def test_one_writer_at_a_time(tmp_path: Path, keys: DataKeys | None):

@@ -92,6 +92,38 @@ def test_killed_uploads_are_removed_after_a_day(store: FileStore, clock: Clock, 
     assert {path.name for path in (tmp_path / "files").glob("file-*")} == {file.id, batch.output}
 
 
+class _EndedMeanwhile(FileStore):
+    """Another process ends the batch just before the open batches are read, or just after that."""
+
+    ending: StoredBatch | None = None
+    ends_after = False
+
+    def open_batches(self) -> list[StoredBatch]:
+        """As before."""
+        ending, self.ending = self.ending, None
+        if self.ends_after:
+            found = super().open_batches()
+        if ending is not None:
+            self.end_batch(ending.tenant, ending.batch.id, _completed, 4, 0)
+        return found if self.ends_after else super().open_batches()
+
+
+@pytest.mark.parametrize("ends_after", [False, True])
+def test_a_batch_that_ends_beside_the_removal_keeps_its_file(tmp_path: Path, clock: Clock, ends_after: bool):
+    """Also a file that was last written more than a day before, as that of an early error is."""
+    store = _EndedMeanwhile(tmp_path / "files", None, max_bytes=100, keep_s=60, clock=clock)
+    batch = stored_batch(kept(store))
+    store.add_batch(batch)
+    writer = store.journal(batch.output)
+    writer.append(b"[1]\n")
+    writer.close()
+    os.utime(tmp_path / "files" / batch.output, (clock.now - 86_401,) * 2)
+    store.ending, store.ends_after = batch, ends_after
+    store.delete_expired()
+    assert store.batch("a", batch.batch.id).batch.output_file_id == batch.output
+    assert b"".join(store.content(store.file("a", batch.output))) == b"[1]\n"
+
+
 def test_a_full_store_takes_no_upload(store: FileStore):
     """Until something is deleted."""
     file = kept(store, b"x" * 100)

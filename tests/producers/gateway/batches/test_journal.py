@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from penstock.producers.gateway.batches.block_file import FileBusy, read_blocks
+from penstock.producers.gateway.batches.block_file import BLOCK_BYTES, MOST_PLAIN_BYTES, FileBusy, read_blocks
 from penstock.producers.gateway.batches.file_store import FileStore
 from penstock.producers.gateway.batches.journal import EndedLine, Journal
 from penstock.producers.gateway.batches.records import Batch, Counts, StoredBatch
@@ -52,6 +52,36 @@ def test_a_restart_finds_what_is_done(store: FileStore, tmp_path: Path):
     assert [line["custom_id"] for line in errors] == ["one", None]
     assert errors[0]["response"]["status_code"] == 422
     assert errors[1]["error"] == {"code": "batch_cancelled", "message": "why"}
+
+
+def test_lines_that_end_together_are_short_blocks(store: FileStore, tmp_path: Path):
+    """A block has whole lines, and more than one only where they are short: readers hold one block at a time."""
+    long = b'"' + b"x" * BLOCK_BYTES + b'"'
+    bodies = [b'"' + b"x" * 10_000 + b'"'] * 60 + [long, long, b"1"]
+    for status, name in ((200, "file-o"), (422, "file-e")):
+        with Journal(store, STORED) as journal:
+            before = len(journal.done)
+            journal.write([EndedLine(before + place, "c", status, "job", body) for place, body in enumerate(bodies)])
+            size = journal.sizes[status != 200]
+        blocks = list(read_blocks(tmp_path / "files" / name, size, None))
+        assert all(block.endswith(b"\n") for block in blocks)
+        assert sum(block.count(b"\n") for block in blocks) == len(bodies)
+        assert [block.count(b"\n") for block in blocks if len(block) > BLOCK_BYTES] == [1, 1]
+        with Journal(store, STORED) as journal:
+            assert len(journal.done) == before + len(bodies)
+
+
+def test_an_answer_that_is_too_long_for_a_block_is_an_error(store: FileStore, tmp_path: Path):
+    """The line is done, and the error file says why its answer is not there; the other lines keep theirs."""
+    with Journal(store, STORED) as journal:
+        journal.write([ANSWER._replace(number=4, custom_id="four", body=bytes(MOST_PLAIN_BYTES)), ANSWER])
+        assert journal.counts(2) == Counts(2, 1, 1)
+        size = journal.sizes[1]
+    (line,) = b"".join(read_blocks(tmp_path / "files" / "file-e", size, None)).splitlines()
+    found = json.loads(line)
+    assert (found["custom_id"], found["response"], found["error"]["code"]) == ("four", None, "answer_too_long")
+    with Journal(store, STORED) as journal:
+        assert journal.done == {3, 4}
 
 
 def test_one_process_has_a_batch(store: FileStore):

@@ -1,0 +1,215 @@
+"""The batches of a process: those that end without a place, and lines whose jobs expire before the batch does."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.producers.gateway.batches.batch_run import Endpoint, LineJob
+from penstock.producers.gateway.batches.file_store import FileStore, new_id
+from penstock.producers.gateway.batches.records import ENDED, Batch, BatchStatus, Counts, StoredBatch
+from penstock.producers.gateway.batches.runner import BatchRunner, RunOptions
+from penstock.producers.gateway.callers import Access
+from penstock.producers.gateway.fleet import GatewayClient
+from penstock.producers.gateway.key_copy import KeyCopy
+from penstock.producers.gateway.limits import RateLimits
+from penstock.registry.broker.redis_streams import RedisStreams
+from penstock.registry.errors import InvalidInput
+from penstock.registry.queues import DerivedIds
+from penstock.registry.settings import Settings
+from tests.conftest import StartWorker
+from tests.packages import recorded_forwards, write_recorder
+from tests.producers.conftest import announce
+from tests.servers import RedisServer, wait_until
+
+HOUR_S = 3600
+NOW_S = int(time.time())
+
+
+class _Store(FileStore):
+    """Before it keeps the rounds of lines, it looks for jobs that are in these rounds already.
+
+    is_slow: a batch has ended before any other change of it is written.
+    """
+
+    model = ""
+    server: RedisServer | None = None
+    early_jobs = 0
+    looks = 0
+    is_slow = False
+    late_changes = 0
+
+    def change_batch(self, tenant: str, batch_id: str, change: Callable[[StoredBatch], StoredBatch]) -> StoredBatch:
+        """As before."""
+        if self.is_slow:
+            self.late_changes += 1
+            wait_until(lambda: self.batch(tenant, batch_id).batch.status in ENDED, 60, "the batch has ended")
+        before = self.batch(tenant, batch_id)
+        new = dict(change(before).rounds.items() - before.rounds.items())
+        if self.server is not None and new:
+            self.looks += 1
+            states = states_of(self.server, job_ids(self.model, batch_id, new))
+            self.early_jobs += sum(state is not None for state in states)
+        return super().change_batch(tenant, batch_id, change)
+
+
+def job_ids(model: str, batch_id: str, rounds: Mapping[int, int]) -> list[str]:
+    """The ids of the jobs of lines, by the numbers of the lines and their rounds."""
+    return [DerivedIds(model, f"{batch_id}.{each}", NOW_S * 1000).of(number) for number, each in rounds.items()]
+
+
+def states_of(server: RedisServer, ids: list[str]) -> list[str | None]:
+    """The states of jobs; None: the broker has no such job."""
+    with closing(RedisStreams.from_url(server.url)) as broker:
+        return [None if record is None else record.state.name for record in broker.job_records(ids)]
+
+
+class Site:
+    """A store, and processes that run its batches one after the other."""
+
+    def __init__(self, folder: Path, server: RedisServer) -> None:
+        self._folder = folder
+        self._server = server
+        self.store = _Store(folder / "files", None, max_bytes=10**9, keep_s=HOUR_S, clock=lambda: NOW_S)
+
+    def batch(self, lines: int = 3, window_s: int = HOUR_S, status: BatchStatus = "validating") -> StoredBatch:
+        """A batch of lines, in the store."""
+        upload = self.store.upload()
+        for number in range(lines):
+            upload.append(b'{"custom_id": "n%d", "method": "POST", "url": "/e", "body": %d}\n' % (number, number))
+        file = self.store.keep(upload, "a", "lines.jsonl", "batch")
+        batch = Batch(
+            id=new_id("batch_"),
+            endpoint="/e",
+            input_file_id=file.id,
+            completion_window="1h",
+            created_at=NOW_S,
+            expires_at=NOW_S + window_s,
+            status=status,
+        )
+        return self.store.add_batch(StoredBatch("a", new_id("file-"), new_id("file-"), batch))
+
+    def run(self, endpoint: Endpoint, until: Callable[[], object], **settings: object) -> None:
+        """A process that runs the batches until a condition holds."""
+
+        async def process() -> None:
+            found = Settings.load(environ={}, cwd=self._folder, overrides=settings)
+            client = GatewayClient(self._server.url, settings=found)
+            async with client:
+                limits = RateLimits(found.inference.safeguards.rate_limit, client.spend)
+                access = Access(found, KeyCopy(lambda _: []), limits)
+                options = RunOptions(lambda _: endpoint, access.resume, lambda _: (500, b'"failed"'), 2048, 1000)
+                runner = BatchRunner(self.store, client, options, clock=lambda: NOW_S)
+                runner.start()
+                try:
+                    async with asyncio.timeout(60):
+                        while not await asyncio.to_thread(until):
+                            await asyncio.sleep(0.01)
+                finally:
+                    await runner.aclose()
+
+        asyncio.run(process())
+
+    def found(self, stored: StoredBatch) -> StoredBatch:
+        """A batch as it is now."""
+        return self.store.batch(stored.tenant, stored.batch.id)
+
+    def has_ended(self, stored: StoredBatch) -> bool:
+        """Whether no process runs it any more."""
+        return self.found(stored).batch.status in ENDED
+
+
+@pytest.fixture
+def site(tmp_path: Path, redis_server: RedisServer) -> Site:
+    """Without a process."""
+    return Site(tmp_path, redis_server)
+
+
+def doubling(model: str) -> Endpoint:
+    """Lines that ask a model."""
+
+    async def endpoint(body: bytes) -> LineJob:
+        inputs = {"x": np.array([[float(body) + 1, 0, 0, 0]], np.float32)}
+        return LineJob(model, inputs, None, ("y",), lambda outputs, _version, _job_id: b"%d" % outputs["y"][0, 0])
+
+    return endpoint
+
+
+def test_a_batch_ends_without_a_place(site: Site):
+    """Cancelled and expired batches end while others take all places, and none of their lines is submitted."""
+    asked: list[bytes] = []
+
+    async def hold(body: bytes) -> LineJob:
+        asked.append(body)
+        never: asyncio.Future[LineJob] = asyncio.get_running_loop().create_future()
+        return await never
+
+    held = [site.batch(lines=1) for _ in range(4)]
+    waiting = site.batch(lines=2)
+    cancelled = [site.batch(lines=3, status="cancelling") for _ in range(6)]
+    expired = site.batch(lines=3, window_s=0)
+    site.run(hold, lambda: all(map(site.has_ended, [*cancelled, expired])) and len(asked) == 4)
+    assert asked == [b"0"] * 4
+    assert not any(map(site.has_ended, [*held, waiting]))
+    for stored, status in ((cancelled[0], "cancelled"), (cancelled[-1], "cancelled"), (expired, "expired")):
+        batch = site.found(stored).batch
+        assert (batch.status, batch.request_counts) == (status, Counts(3, 0, 3))
+        assert batch.error_file_id is not None
+        content = b"".join(site.store.content(site.store.file("a", batch.error_file_id)))
+        assert content.count(b'"batch_%s"' % status.encode()) == 3
+
+
+def test_progress_that_is_written_late_changes_no_end(site: Site):
+    """A batch keeps the counts of its end, also where a thread writes earlier ones after that."""
+    stored = site.batch()
+    site.store.is_slow = True
+
+    async def refuse(_: bytes) -> LineJob:
+        while not site.store.late_changes:
+            await asyncio.sleep(0.01)
+        raise InvalidInput("Bad line. Expected another one")
+
+    site.run(refuse, lambda: site.has_ended(stored))
+    assert site.store.late_changes == 1
+    found = site.found(stored).batch
+    assert (found.status, found.request_counts) == ("completed", Counts(3, 0, 3))
+
+
+def test_lines_outlive_their_jobs(site: Site, redis_server: RedisServer, start_worker: StartWorker, tmp_path: Path):
+    """While the window is open, a line whose job has expired is submitted again. Each runs once and has its answer."""
+    announce(redis_server, "recorder")
+    stored = site.batch()
+    site.run(doubling("recorder"), lambda: len(site.found(stored).rounds) == 3, **{"queue.job_ttl_s": 0.2})
+    write_recorder(tmp_path / "models", tmp_path / "forwards")
+    start_worker(redis_server, tmp_path / "models")
+    site.run(doubling("recorder"), lambda: site.has_ended(stored))
+    found = site.found(stored)
+    assert (found.batch.status, found.batch.request_counts) == ("completed", Counts(3, 3, 0))
+    assert found.rounds == {}
+    # The warm-up runs zeros.
+    ran = [row for rows in recorded_forwards(tmp_path / "forwards") for row in rows if row]
+    assert sorted(ran) == [1.0, 2.0, 3.0]
+
+
+def test_a_restart_goes_on_in_the_round_of_each_line(site: Site, redis_server: RedisServer, announced: str):
+    """Also without the records of earlier rounds in the broker. A round is kept before it has a job."""
+    stored = site.batch()
+    site.store.model, site.store.server = announced, redis_server
+    site.run(doubling(announced), lambda: len(site.found(stored).rounds) == 3, **{"queue.job_ttl_s": 0.2})
+    assert site.store.looks > 0
+    assert site.store.early_jobs == 0
+    with redis_server.client() as redis:
+        redis.flushall()
+    announce(redis_server, announced)
+    rounds = site.found(stored).rounds
+    ids = job_ids(announced, stored.batch.id, rounds)
+    site.run(doubling(announced), lambda: states_of(redis_server, ids) == ["QUEUED"] * 3)
+    assert site.found(stored).rounds == rounds
+    with redis_server.client() as redis:
+        assert redis.xlen(f"infer.{{{announced}}}.low") == 3
