@@ -20,6 +20,8 @@ __all__ = ["RedisWebhooks"]
 
 _MOST_ERROR: Final = 200
 """Characters of an error that are kept."""
+_MOST_TRIES: Final = str(2**63 - 1).encode()
+"""The largest integer of Redis, as it stands in a hash. Only another program writes it."""
 logger = logging.getLogger("penstock.registry")
 
 
@@ -96,6 +98,9 @@ def _webhook(slot: str, fields: Sequence[Any]) -> Webhook | None:
     if None in fields:
         return None
     event_id, local, state, ended, target, tries, failures, *more = fields
+    if tries == _MOST_TRIES:
+        # No further try can be counted: the next deliverer removes it.
+        return None
     error, due = more or (b"", b"")
     try:
         return Webhook(
