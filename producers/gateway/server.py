@@ -237,12 +237,16 @@ class _Supervisor(Multiprocess):
 
     def keep_subprocess_alive(self) -> None:
         """See uvicorn, which calls it twice a second, behind the signals that replace or end processes."""
+        # A process may die before the first call has ended.
+        before = self._pids | self._present()
         super().keep_subprocess_alive()
-        pids = {process.pid for process in self.processes if process.pid is not None}
-        for pid in self._pids - pids:
+        self._pids = self._present()
+        for pid in before - self._pids:
             # It has been waited for. Its gauges would be added up for ever: nobody else knows that it has gone.
             mark_process_dead(pid)  # type: ignore[no-untyped-call]
-        self._pids = pids
+
+    def _present(self) -> set[int]:
+        return {process.pid for process in self.processes if process.pid is not None}
 
 
 class _Config(uvicorn.Config):
@@ -318,6 +322,8 @@ def uvicorn_options(inference: InferenceConfig, binding: Binding) -> Mapping[str
         # Both go to timers, which take fractions of a second.
         "timeout_keep_alive": server.client_timeout_s,
         "timeout_graceful_shutdown": server.stop_grace_s,
+        # A process that starts on a busy machine answers late. uvicorn would kill it after 5 s, and start another one.
+        "timeout_worker_healthcheck": 20,
     }
 
 

@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -169,6 +170,18 @@ def test_gauges_of_a_dead_process_end_with_it(stack: GatewayStack, start_gateway
                 os.kill(child, signal.SIGKILL)
             wait_until(lambda: streams() == 0, 60, "the streams of dead processes are not counted")
         job.cancel()
+
+
+@pytest.mark.slow
+def test_a_process_that_is_silent_for_some_seconds_is_kept(start_gateway: StartGateway):
+    """A busy machine may leave a process without time, most of all while it starts."""
+    gateway = start_gateway("--workers", "2")
+    serving = _serving(gateway)
+    os.kill(serving[0], signal.SIGSTOP)
+    # The supervisor of uvicorn kills after 5 s by itself.
+    time.sleep(8)
+    os.kill(serving[0], signal.SIGCONT)
+    assert _serving(gateway) == serving
 
 
 def _serving(gateway: GatewayProcess) -> list[int]:
