@@ -40,7 +40,7 @@ __all__ = [
 
 PARTS: Final = {
     "queue": "queue wait: in the broker",
-    "batch": "batch wait: the batching delay",
+    "batch": "batch wait: in the worker, until the forward",
     "compute": "compute: the forward",
     "commit": "commit: result stored, client notified",
     "total": "total",
