@@ -286,7 +286,9 @@ def _check_tls(binding: Binding) -> None:
     if binding.certificate is None:
         return
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(binding.certificate, binding.key)
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(binding.certificate, binding.key, _leave_to_server)
+    except _HasPassphrase:
+        return
     except OSError as problem:
         reason = problem.strerror
         if isinstance(problem, ssl.SSLError):
@@ -296,6 +298,14 @@ def _check_tls(binding: Binding) -> None:
             f"The gateway cannot use its certificate and key for TLS: {reason}. Expected a certificate in PEM and its "
             "own key"
         ) from None
+
+
+class _HasPassphrase(Exception):
+    """The key for TLS is encrypted: the server asks for the passphrase."""
+
+
+def _leave_to_server() -> str:
+    raise _HasPassphrase
 
 
 def uvicorn_options(inference: InferenceConfig, binding: Binding) -> Mapping[str, Any]:

@@ -239,8 +239,13 @@ def test_files_that_are_no_use_for_tls_are_one_line(tmp_path: Path):
         with pytest.raises(ConfigurationError, match=reason) as e:
             listening(Binding("127.0.0.1", 0, None, *files)).__enter__()
         assert str(tmp_path) not in str(e.value)
-    with listening(Binding("127.0.0.1", 0, None, certificate, key)) as (_, _, url):
-        assert url.startswith("https://")
+    locked = tmp_path / "locked.key"
+    command = ["openssl", "rsa", "-aes256", "-passout", "pass:secret", "-in", str(key), "-out", str(locked)]
+    subprocess.run(command, check=True, capture_output=True)
+    # The server asks for a passphrase: it is asked for once.
+    for usable in (key, locked):
+        with listening(Binding("127.0.0.1", 0, None, certificate, usable)) as (_, _, url):
+            assert url.startswith("https://")
 
 
 @pytest.mark.slow
