@@ -224,12 +224,14 @@ def test_discarded_events_are_not_written():
     box = outbox_of(job)
     writer.add(box, chunk(0), untouched)
     broker.gate.clear()
-    writer.add(box, chunk(1), untouched)
+    # On a busy machine 5 ms have passed: then this thread writes, and waits at the gate.
+    adding = in_thread(lambda: writer.add(box, chunk(1), untouched))
     assert broker.is_held.wait(PATIENCE_S)
     writer.add(box, chunk(2), untouched)
     discarding = in_thread(lambda: writer.discard(box))
     broker.gate.set()
-    discarding.join(PATIENCE_S)
+    for thread in (adding, discarding):
+        thread.join(PATIENCE_S)
     again = outbox_of(job)
     writer.add(again, chunk(5), untouched)
     writer.flush(again, untouched)
