@@ -29,11 +29,23 @@ NUMBERS = itertools.count(10)
 """No two jobs are equal: a cached answer is not mirrored."""
 BATCH = 20
 DOUBLE = 'def build():\n    return lambda inputs: {"y": inputs["x"] * 2}\n'
+# Each process answers two forwards. One that answers none is loaded again after a hundred times of its load.
+CRASHES = """
+import os
+def build():
+    answered = []
+    def forward(inputs):
+        if inputs["x"].max() > 9:
+            answered.append(len(answered))
+            if len(answered) > 2:
+                os._exit(3)
+        return {"y": inputs["x"] * 2}
+    return forward
+"""
 CANDIDATES = {
     "1": DOUBLE,
     "0.1": 'import time\ndef build():\n    return lambda inputs: (time.sleep(0.2), {"y": inputs["x"] * 2})[1]\n',
-    "0.2": 'import os\ndef build():\n    return lambda inputs: {"y": inputs["x"] * 2} if inputs["x"].max() < 9 '
-    "else os._exit(3)\n",
+    "0.2": CRASHES,
     "0.3": 'import time\ndef build():\n    return lambda inputs: (time.sleep(1e6 * (inputs["x"].max() > 9)), '
     '{"y": inputs["x"] * 2})[1]\n',
 }
@@ -180,6 +192,8 @@ def test_a_bad_candidate_harms_no_job(stage: Stage, tmp_path: Path, trial: Trial
         Traffic(stage) as traffic,
     ):
         wait_until(lambda: compared(end) > 0, 120, "it compares")
+        if candidate == CRASHING:
+            wait_until(lambda: outcomes_of(end).get("crashed"), 240, "a crash is counted")
         traffic.more(10 * BATCH)
         assert end.state(MODEL).pairs <= 200
         outcomes = report_of(environ_of(stage.server, stage.models_root, tmp_path), MODEL)["outcomes"]
