@@ -111,7 +111,7 @@ class InMemoryWorker:
         """Why jobs are not served any more; empty while they are."""
         if self.is_closed:
             return CLOSED
-        reason = self._drain.unhealthy_reason()
+        reason = self._drain.health.unhealthy_reason()
         return f"The worker in memory has ended: {reason}. Expected a new client" if reason else ""
 
     def close(self) -> None:

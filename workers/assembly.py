@@ -44,6 +44,7 @@ from penstock.workers.shadow.mirror import Mirror, NullMirror
 from penstock.workers.status import StatusReporter, WorkerIdentity
 from penstock.workers.streaming import EventStream, EventWriter
 from penstock.workers.telemetry import BatchTelemetry
+from penstock.workers.transfers import JobTransfers
 from penstock.workers.versions.arm_counts import ArmCounts
 from penstock.workers.versions.deployment_store import DeploymentStore, FileDeploymentStore, NullDeploymentStore
 from penstock.workers.versions.lifecycle import ModelLifecycle
@@ -63,6 +64,7 @@ class PartTypes:
     """The classes of the parts. The simulator and the worker in memory put their own in their places."""
 
     drain: type[Drain] = Drain
+    transfers: type[JobTransfers] = JobTransfers
     intake: type[Intake] = Intake
     router: type[JobRouter] = JobRouter
     flights: type[SingleFlight] = SingleFlight
@@ -241,9 +243,9 @@ class _Assembly:
             lease_s=inference.queue.lease_s,
             progress_s=inference.progress_limit_s,
         )
-        return options.types.drain(
-            options.name, consumer, parts, limits, checkpoint=options.checkpoint, clock=options.clock
-        )
+        checkpoint, clock = options.checkpoint, options.clock
+        transfers = options.types.transfers(parts, limits, checkpoint=checkpoint, clock=clock)
+        return options.types.drain(options.name, consumer, parts, limits, transfers, checkpoint=checkpoint, clock=clock)
 
     def _arm_breakers(self) -> ArmBreakers | None:
         if self.options.breakers is None:

@@ -6,7 +6,7 @@
       '----------- commit and claim, one round trip: Claimer <------------------------------ Completer
 
 One I/O thread takes the turns below. It does everything except loads, forwards and leases, which have threads of their
-own. The parts own their state and return values. The router says where a job goes and the drain puts it there; the
+own. The parts own their state and return values. The router says where a job goes and JobTransfers puts it there; the
 scheduler moves it on from the backlog to the executor. Which version answers a job is settled when it is claimed.
 
 `start` runs three kinds of threads over three methods: Drain.step, Executor.begin to finish, LeaseKeeper.tick. The
@@ -18,27 +18,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from math import inf
-from typing import Any, Final
+from typing import Final
 
-from penstock.registry.broker.base import Claim, Delivery, Held
+from penstock.registry.broker.base import Claim
 from penstock.registry.envelope import Failure, JobHeader
 from penstock.registry.errors import BrokerUnavailable
-from penstock.registry.unrun import CANCELLED, EXPIRED
-from penstock.safety.fallback import LevelFailure
-from penstock.workers.completer import FallBack, NextTry, Rejoin
+from penstock.registry.unrun import EXPIRED
 from penstock.workers.credit import TakeOverRoom
 from penstock.workers.drain_parts import DrainLimits, DrainParts
-from penstock.workers.job import ClaimedJob
+from penstock.workers.health import WorkerHealth
 from penstock.workers.leases import LeaseKeeper, LeaseUpdate
-from penstock.workers.results import CachedAnswers, JobOutcome
-from penstock.workers.router import Answered, Aside, HandOver, Route, Run, Seek, Suspect, is_of_arm
+from penstock.workers.results import JobOutcome
+from penstock.workers.router import Suspect
+from penstock.workers.transfers import JobTransfers
 from penstock.workers.versions.lifecycle import ModelLifecycle
 from penstock.workers.versions.queue import INTERRUPTED_S
-from penstock.workers.versions.version import ServedVersion, VersionState
 
 __all__ = ["Drain"]
 
@@ -74,6 +72,7 @@ class Drain:
         consumer: str,
         parts: DrainParts,
         limits: DrainLimits,
+        transfers: JobTransfers,
         *,
         checkpoint: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
@@ -87,10 +86,10 @@ class Drain:
         self._broker = parts.broker
         self._backlog = parts.backlog
         self._completer = parts.completer
+        self._transfers = transfers
         self._lease_updates: deque[LeaseUpdate] = deque()
-        self._ticked = self._deferred_since = self._refuse_at = clock()
+        self._deferred_since = clock()
         self._pause_s = _SHORTEST_PAUSE_S
-        self._is_ready = False
         self._has_settled = False
         """Whether this turn has settled jobs."""
         self._thread = threading.Thread(target=self._run, name="drain", daemon=True)
@@ -104,9 +103,10 @@ class Drain:
             room=self._room_to_take_over,
             on_update=self._on_lease_update,
             look=parts.lifecycle.poll_records,
-            report=lambda: parts.status.report(is_ready=self.readiness[0]),
+            report=lambda: parts.status.report(is_ready=self.health.readiness[0]),
             clock=clock,
         )
+        self.health: Final = WorkerHealth(parts, self._thread, self.leases, progress_s=limits.progress_s, clock=clock)
 
     # Life
 
@@ -124,7 +124,7 @@ class Drain:
         if self.parts.arm_breakers is not None:
             self.parts.arm_breakers.shared.start()
         self._thread.start()
-        self._is_ready = True
+        self.health.is_serving = True
         self.parts.metrics.ready(True)
 
     def stop(self, grace_s: float) -> None:
@@ -168,7 +168,7 @@ class Drain:
     def ask_to_stop(self, grace_s: float) -> None:
         """From now on the turns wind up, see `stop`; does not wait for them."""
         self.parts.metrics.ready(False)
-        self._is_ready = False
+        self.health.is_serving = False
         self.parts.journal.retire()
         self.parts.stop.set(grace_s)
         self.parts.claimer.wake_up.ring()
@@ -177,41 +177,6 @@ class Drain:
     def lifecycle(self) -> ModelLifecycle:
         """The versions of this worker, for operators' requests."""
         return self.parts.lifecycle
-
-    @property
-    def readiness(self) -> tuple[bool, dict[str, Any]]:
-        """Whether jobs are being served, and the details for a probe."""
-        problem = self.unhealthy_reason()
-        if problem is None and not self.leases.is_in_touch:
-            problem = "the broker does not answer"
-        if problem is None and not self.parts.lifecycle.claimable():
-            problem = "no active version can be loaded here"
-        details = {"models": sorted(self.parts.lifecycle.models), "problem": problem}
-        return self._is_ready and problem is None, {**details, "in_memory": len(self.parts.leased)}
-
-    def unhealthy_reason(self) -> str | None:
-        """Why this process should be replaced: a thread has died or hangs; None while it is healthy."""
-        if not self._is_ready:
-            return None
-        if self.parts.executor.device_lost:
-            return f"the device is lost: {self.parts.executor.device_lost}"
-        if self.parts.scheduler.unhealthy_reason:
-            return self.parts.scheduler.unhealthy_reason
-        now, limit_s = self._clock(), self._limits.progress_s
-        if (reason := self.overdue_here()) is not None:
-            return reason
-        # In this order: a forward that has ended meanwhile was progress until then.
-        is_here = self.parts.executor.here is not None
-        silent_s = 0.0 if is_here else now - max(self._ticked, self.parts.executor.left_at)
-        return (
-            _fault_of_thread("drain", self._thread.is_alive(), silent_s, limit_s)
-            or _fault_of_thread("lease", self.leases.is_alive(), now - self.leases.ticked, limit_s)
-            or _fault_of_thread("model", self.parts.executor.is_alive(), 0.0, limit_s)
-        )
-
-    def overdue_here(self) -> str | None:
-        """Why this process must end: a forward on the I/O thread is over its limit. None: there is none such."""
-        return self.parts.executor.overdue_here(self._clock())
 
     def give_back_others(self) -> None:
         """Give back all jobs but those of a forward that hangs on the I/O thread. For the thread that ends the process.
@@ -245,13 +210,13 @@ class Drain:
 
         Returns for how many seconds to leave the broker alone, or None: all is given back, there is no next turn.
         """
-        self._ticked = self._clock()
+        self.health.ticked = self._clock()
         try:
             if not self.parts.stop.is_set:
                 self._serve()
             elif not self._wind_up():
                 return None
-            self._admit(self.parts.claimer.wait(min(self.sleep_s(), longest_wait_s)))
+            self._transfers.admit(self.parts.claimer.wait(min(self.sleep_s(), longest_wait_s)))
         except BrokerUnavailable as error:
             logger.warning("the broker is away: %s", error)
             self.parts.claimer.reset()
@@ -266,21 +231,21 @@ class Drain:
         parts.releaser.add_interrupted(parts.executor.take_interrupted())
         self._apply_lease_updates()
         self._follow_lifecycle()
-        self._leave_stopped_arms()
-        self._take_in_answers()
+        self._transfers.leave_stopped_arms()
+        self._transfers.take_in_answers()
         if parts.scheduler.check_forwards():
             self._serve_no_more()
             return
-        self._resume_delayed()
-        self._refuse_overdue()
+        self._transfers.resume_delayed()
+        self._transfers.refuse_overdue(self.health.ticked)
         self._give_back_paused()
         self._dispatch()  # the device comes first
         if self._exchange(self._claims()) or self._backlog.has_unplaced:
-            self._place_unplaced()
+            self._transfers.place_unplaced()
             self._dispatch()
         if not parts.stop.is_set:
             # This turn may have freed a seat; then the next one claims.
-            self._admit(parts.claimer.widen())
+            self._transfers.admit(parts.claimer.widen())
             parts.claimer.arm()
         if not (self._is_exchange_near or (self._has_settled and self.is_at_rest)):
             self._tell()
@@ -309,89 +274,6 @@ class Drain:
 
     # Jobs from part to part
 
-    def _admit(self, deliveries: Sequence[Delivery]) -> None:
-        """Open the claimed jobs, and put each where its route says."""
-        if not deliveries:
-            return
-        self._checkpoint("after-claim")
-        now, broker_now = self._clock(), self._broker.now_ms()
-        opened = self.parts.intake.open_all(deliveries, now, broker_now)
-        self.parts.leased.take(opened)
-        self.parts.listener.received([job.header for job in opened], time.time())
-        routed = self.parts.router.route_all(opened, broker_now)
-        for cached in routed.cached:
-            self._completer.add_cached(cached)
-        for job, route in routed.others:
-            self._put(job, route)
-        for version, jobs in routed.sought.items():
-            self._seek(version, jobs)
-        for version, jobs in routed.running.items():
-            self._await_batch(version, jobs)
-        self._checkpoint("before-batch")
-
-    def _put(self, job: ClaimedJob, route: Route) -> None:
-        """Put one job where its route says."""
-        if isinstance(route, Answered):
-            self._completer.add(route.outcome)
-        elif isinstance(route, Run):
-            self._await_batch(route.version, [job])
-        elif isinstance(route, Seek):
-            self._seek(route.version, [job])
-        elif isinstance(route, Suspect):
-            self._await_batch(route.version, [job], are_suspects=True)
-        elif route is Aside.UNPLACED:
-            self._backlog.add_unplaced([job])
-        elif route is Aside.GIVE_BACK:
-            self.parts.releaser.add([job])
-        elif route is not Aside.FOLLOWS:
-            raise RuntimeError(f"a route that the drain does not know: {route!r}")
-
-    def _await_batch(self, version: ServedVersion, jobs: Sequence[ClaimedJob], *, are_suspects: bool = False) -> None:
-        """The jobs wait for a forward of the version, which is loaded if it is not."""
-        while version.successor is not None:
-            version.queue.release_all(jobs)
-            version = version.successor
-        self.parts.lifecycle.load(version)
-        if version.state is VersionState.FAILED:
-            self._reroute(jobs)
-        elif are_suspects:
-            for job in jobs:
-                self._backlog.add_suspect(version, job)
-        else:
-            self._backlog.add(version, jobs)
-
-    def _seek(self, version: ServedVersion, jobs: Sequence[ClaimedJob]) -> None:
-        """Look up the answers to these jobs in the tiers of the cache behind the memory."""
-        self._backlog.add_sought(version, jobs)
-        self.parts.answers.ask(version, jobs)
-
-    def _take_in_answers(self) -> None:
-        """Jobs whose answer a tier had are answered, with their followers; the others wait for a forward."""
-        for version, found, missing in self.parts.answers.take_answered():
-            if running := self._backlog.take_sought(missing):
-                self._await_batch(version, running)
-            answers = dict(found)
-            jobs = self._backlog.take_sought(answers)
-            if not jobs:
-                continue
-            version.queue.release_all(jobs)
-            self.parts.listener.started([job.header for job in jobs], time.time())
-            cached = CachedAnswers(version, [], [])
-            for leader in jobs:
-                for job in self.parts.flights.end_all([leader]):
-                    cached.jobs.append(job)
-                    cached.answers.append(answers[leader])
-            self._completer.add_cached(cached)
-
-    def _reroute(self, jobs: Iterable[ClaimedJob]) -> None:
-        """Their version cannot be loaded here: another worker may have it. Each follower goes its own way."""
-        for job in self.parts.flights.end_all(jobs):
-            if job.fell_back is not None:
-                failure = Failure("ModelError", job.fell_back.failures[-1].reason)
-                self._end_fallen(JobOutcome(job, failure, "ran", None), "skipped: its version cannot be loaded here")
-                continue
-            self._put(job, Aside.UNPLACED if job.header.version else Aside.GIVE_BACK)
-
     def _dispatch(self) -> None:
         """Form the next batches. If one is for this thread, it runs while the broker takes results; or now, if there
         are none to send."""
@@ -408,8 +290,8 @@ class Drain:
             # Another thread may have given these jobs back already; see `wind_up`.
             return
         for job, version in self._backlog.take_stranded():
-            self._put(job, Suspect(version))
-        self._refuse_late_followers()
+            self._transfers.put(job, Suspect(version))
+        self._transfers.refuse_late_followers()
         if expired := self.parts.scheduler.dispatch():
             self._completer.refuse(expired, EXPIRED)
 
@@ -450,8 +332,8 @@ class Drain:
         """Commit what has ended, and claim: one round trip. Returns whether jobs may have moved."""
         if not (claims or self._completer.has_work):
             return False
-        self._hand_over_long()
-        self._apply_retries(self._completer.seal())
+        self._transfers.hand_over_long()
+        self._transfers.apply_retries(self._completer.seal())
         commits = self._completer.commits
         if not (commits or claims):
             self._completer.keep_answers()
@@ -464,97 +346,8 @@ class Drain:
             self._has_settled = True
             if self.parts.mirror.is_active:
                 self.parts.mirror.offer(settlement)
-        self._admit(deliveries)
+        self._transfers.admit(deliveries)
         return True
-
-    def _apply_retries(self, retries: Iterable[NextTry | Rejoin | FallBack]) -> None:
-        for retry in retries:
-            job, version = retry.job, retry.version
-            if isinstance(retry, Rejoin):
-                self._put(job, self.parts.router.rejoin(job, version))
-                continue
-            if isinstance(retry, FallBack):
-                self._fall_back(retry)
-                continue
-            pause_s = retry.pause_s
-            limits = self._limits
-            if self._backlog.delayed >= limits.most_delayed or self._backlog.delayed_bytes > limits.most_bytes // 2:
-                # Too many wait already: they would keep out jobs that have not failed.
-                pause_s = 0.0
-            self._backlog.delay(version, job, self._clock() + pause_s)
-
-    def _hand_over_long(self) -> None:
-        """Jobs with too many tokens for this worker go to those with the most room. Where none has enough, they fail.
-
-        Raises BrokerUnavailable, and then keeps the jobs.
-        """
-        outcomes = deque(self._completer.take_too_long())
-        while outcomes:
-            outcome = outcomes.popleft()
-            job, version, run = outcome.job, outcome.version, outcome.run
-            receiver = ""
-            if version is not None and run is not None and not (job.is_lost or job.is_cancelled):
-                receiver = self.parts.placement.receiver_with_room(version, run.num_tokens_needed)
-            if version is None or not receiver:
-                self._completer.add(outcome)
-                continue
-            try:
-                self.parts.releaser.hand_over([job], version.name, receiver)
-            except BrokerUnavailable:
-                self._completer.keep_too_long([outcome, *outcomes])
-                raise
-            version.queue.release(job)
-
-    def _fall_back(self, failed: FallBack) -> None:
-        """The job becomes one of the version that its policy names. Where that is not here, it ends as it failed."""
-        job, version = failed.job, failed.version
-        label = version.policy.fallback_version
-        route = self.parts.router.fall_back(job, label)
-        facts = {"job_id": job.header.id, "model": version.name, "version": version.label, "fallback": label}
-        if route is None:
-            logger.warning("a job cannot fall back: the version of its policy is not here", extra=facts)
-            self._end_fallen(failed.outcome, f"skipped: version {label} is not here, or takes other inputs")
-            return
-        logger.warning("a job falls back to the version of its policy", extra=facts)
-        version.queue.release(job)
-        self._put(job, route)
-
-    def _end_fallen(self, outcome: JobOutcome, reason: str) -> None:
-        """No level is left for the job of this outcome."""
-        if (fell_back := outcome.job.fell_back) is not None:
-            failures = (*fell_back.failures, LevelFailure("fallback", reason))
-            outcome.job.fell_back = fell_back._replace(failures=failures)
-        self._completer.add(outcome)
-
-    def _resume_delayed(self) -> None:
-        for job, version in self._backlog.take_due(self._clock()):
-            self._put(job, self.parts.router.resume(job, version))
-
-    def _refuse_overdue(self) -> None:
-        """A busy device, or a long load, must not keep the end of a job whose time has passed from its client."""
-        if self._ticked < self._refuse_at:
-            return
-        self._refuse_at = self._ticked + _TICK_S
-        if not len(self.parts.leased):
-            return
-        broker_now = self._broker.now_ms()
-        formed = (item.job for run in self.parts.executor.waiting() for item in run.batch.items)
-        if any(broker_now > job.expires_ms for job in formed):
-            self.parts.scheduler.recall_all()
-        for version in self.parts.lifecycle.turns:
-            self._completer.refuse(self._backlog.take_expired(version, broker_now), EXPIRED)
-        self._refuse_late_followers()
-
-    def _refuse_late_followers(self) -> None:
-        """A follower begins with its leader: what has begun in time goes on."""
-        flights, broker_now = self.parts.flights, self._broker.now_ms()
-        if flights.may_have_late(broker_now):
-            formed = (item.job for run in self.parts.executor.waiting() for item in run.batch.items)
-            unbegun = {*self._backlog, *formed}
-            late = flights.take_followers(
-                lambda leader, job: broker_now > job.expires_ms and leader in unbegun, looked_at_ms=broker_now
-            )
-            self._completer.refuse(late, EXPIRED)
 
     def _dead_letter_deferred(self) -> None:
         """Once nothing waits for this thread, or after some time."""
@@ -578,51 +371,12 @@ class Drain:
             return
         for version, problem, _, _ in lifecycle.take_in_loaded():
             if problem:
-                self._reroute(job for job, _ in self._backlog.take_version(version))
+                self._transfers.reroute(job for job, _ in self._backlog.take_version(version))
                 continue
             self.parts.executor.grow(version.policy.concurrency)
             for job, error in version.misfits():
                 failure = Failure("InputRefused", str(error))
                 self._completer.add(JobOutcome(job, failure, "refused", version))
-
-    def _leave_stopped_arms(self) -> None:
-        """Jobs that wait for an arm whose circuit breaker has opened go to the version in production."""
-        if self.parts.arm_breakers is None:
-            return
-        for change in self.parts.arm_breakers.take_changes():
-            if stopped := self.parts.lifecycle.follow_breaker(*change):
-                self.parts.scheduler.recall_all()
-            for version in stopped:
-                waiting = self._backlog.take_version(version, is_of_arm)
-                self._backlog.add_unplaced(self.parts.flights.end_all(job for job, _ in waiting))
-
-    def _place_unplaced(self) -> None:
-        """Give each job that names a version to the workers that have it; it fails if no live worker has it.
-
-        Raises BrokerUnavailable, and then keeps the jobs.
-        """
-        if not self._backlog.has_unplaced:
-            return
-        with_searched, broker_now = self.parts.placement.look(), self._broker.now_ms()
-        leaving: defaultdict[tuple[str, str], list[ClaimedJob]] = defaultdict(list)
-        for job in self._backlog.take_unplaced(with_searched=with_searched):
-            route = self.parts.router.place(job, broker_now, waiting=self._backlog.searched)
-            if isinstance(route, HandOver):
-                leaving[job.header.model, route.label].append(job)
-            elif route is Aside.UNPLACED:
-                self._backlog.add_unplaced([job], is_searched=True)
-            else:
-                self._put(job, route)
-        self._hand_over(leaving)
-
-    def _hand_over(self, leaving: dict[tuple[str, str], list[ClaimedJob]]) -> None:
-        while leaving:
-            (model, label), jobs = leaving.popitem()
-            try:
-                self.parts.releaser.hand_over(jobs, model, label)
-            except BrokerUnavailable:
-                self._backlog.add_unplaced([*jobs, *(job for others in leaving.values() for job in others)])
-                raise
 
     # Leases
 
@@ -650,19 +404,9 @@ class Drain:
             (lost, cancelled), taken_over = self._lease_updates.popleft()
             for delivery in taken_over:
                 self.parts.metrics.taken_over(delivery.slot)
-            self._admit(taken_over)
+            self._transfers.admit(taken_over)
             if lost or cancelled:
-                self._drop_unwanted(lost, cancelled)
-
-    def _drop_unwanted(self, lost: frozenset[Held], cancelled: frozenset[str]) -> None:
-        """Lost jobs are forgotten, cancelled ones refused. Running jobs are marked, and end with their batch."""
-        executor = self.parts.executor
-        for run in (*executor.running(), *executor.waiting()):
-            for item in run.batch.items:
-                item.job.mark(lost, cancelled)
-        self._completer.refuse(self._backlog.take(lambda job: job.mark(lost, cancelled)), CANCELLED)
-        unwanted = self.parts.flights.take_followers(lambda _leader, job: job.mark(lost, cancelled))
-        self._completer.refuse(unwanted, CANCELLED)
+                self._transfers.drop_unwanted(lost, cancelled)
 
     # Back to the broker
 
@@ -706,7 +450,7 @@ class Drain:
 
     def _give_back_unbegun(self) -> None:
         """Withdraw the blocking claim, and give back every job that is not on a model thread."""
-        self._admit(self.parts.claimer.disarm())
+        self._transfers.admit(self.parts.claimer.disarm())
         self._apply_lease_updates()
         self.parts.scheduler.recall_all()
         self.give_back_waiting()
@@ -715,12 +459,6 @@ class Drain:
         """Give back the whole backlog."""
         self.parts.releaser.add(job for job, _ in self._backlog.take())
         self.parts.releaser.flush()
-
-
-def _fault_of_thread(name: str, is_alive: bool, silent_s: float, limit_s: float) -> str | None:
-    if not is_alive:
-        return f"the {name} thread has died"
-    return f"the {name} thread has made no progress for {limit_s:g} s" if silent_s > limit_s else None
 
 
 def _sleep_s(parts: DrainParts, now: float) -> float:

@@ -9,8 +9,9 @@ While an experiment runs, a job that names no version has an arm, and the arm's 
 is ready, here or in another worker, the job waits; no other version answers it. The jobs of an arm whose circuit
 breaker is open go to the version in production.
 
-The drain puts each job where its route says; only a follower is kept here, in SingleFlight. Which version answers a job
-is settled at the claim: the claim carries the record of the active version, so a promotion holds for the very next job.
+JobTransfers puts each job where its route says; only a follower is kept here, in SingleFlight. Which version answers a
+job is settled at the claim: the claim carries the record of the active version, so a promotion holds for the very next
+job.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Scheduler:
         """Whether the I/O thread runs a batch itself: two hand-overs between threads take longer than a short forward.
 
         Only with one model thread, and if the forwards of late were short but for one. If this one hangs, the watchdog
-        ends the process; see Drain.unhealthy_reason.
+        ends the process; see WorkerHealth.unhealthy_reason.
         """
         return (
             self._executor.threads == 1

@@ -234,7 +234,7 @@ class Worker:
                 self._end_if_unhealthy(self._unhealthy_reason())
             else:
                 # Soon, because the supervisor kills a process whose forward is over its limit, and gives nothing back.
-                self._end_if_unhealthy(self._drain.overdue_here())
+                self._end_if_unhealthy(self._drain.health.overdue_here())
             self._announce()
             time.sleep(_WATCH_S)
         self._stop(grace_s)
@@ -256,13 +256,13 @@ class Worker:
     def _unhealthy_reason(self) -> str | None:
         if self._watchdog.is_alive() and self._grace_s is None and not self._forwarder.is_alive():
             return "the thread of Celery task results has ended"
-        return self._drain.unhealthy_reason()
+        return self._drain.health.unhealthy_reason()
 
     def _told_reason(self) -> str | None:
         """What the supervisor hears. On a reason it kills the process at once: so it does not hear that of a forward on
         the I/O thread, after which the watchdog has jobs to give back.
         """
-        if self._grace_s is None and self._watchdog.is_alive() and self._drain.overdue_here():
+        if self._grace_s is None and self._watchdog.is_alive() and self._drain.health.overdue_here():
             return None
         return self._unhealthy_reason()
 
@@ -270,7 +270,7 @@ class Worker:
         """Log one line when the worker takes its first jobs."""
         if self._was_ready:
             return
-        self._was_ready, facts = self._drain.readiness
+        self._was_ready, facts = self._drain.health.readiness
         if self._was_ready:
             logger.info(
                 "ready",
@@ -365,7 +365,7 @@ class _DrainReadiness:
     drain: Drain | None = None
 
     def __call__(self) -> tuple[bool, Mapping[str, Any]]:
-        return self.drain.readiness if self.drain else (False, {"problem": "starting"})
+        return self.drain.health.readiness if self.drain else (False, {"problem": "starting"})
 
 
 def _open_parts(settings: Settings, device: Pin, celery: CeleryParts, closing: ExitStack) -> _Parts:

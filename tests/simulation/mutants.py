@@ -42,6 +42,7 @@ from penstock.workers.job import ClaimedJob
 from penstock.workers.leases import LeaseKeeper
 from penstock.workers.results import EncodedOutputs, JobOutcome
 from penstock.workers.runtime.tracebacks import ModelTrace
+from penstock.workers.transfers import JobTransfers
 from penstock.workers.versions.deployment_store import DeploymentStore
 from penstock.workers.versions.version import ServedVersion
 from tests.simulation.broker import Entry, UnreliableEnd
@@ -514,11 +515,11 @@ class PauseForgotten(UnreliableEnd):
         """Nothing is kept."""
 
 
-class SuspectsInCompany(SteppedDrain):
+class SuspectsInCompany(JobTransfers):
     """Suspects run with the others."""
 
-    def _admit(self, deliveries: Sequence[Delivery]) -> None:
-        super()._admit(deliveries)
+    def admit(self, deliveries: Sequence[Delivery]) -> None:
+        super().admit(deliveries)
         while self._backlog.suspects:
             version, job = self._backlog.pop_suspect()
             self._backlog.add(version, [job])
@@ -532,12 +533,12 @@ class PoisonTolerated(Intake):
         self.max_crashes += 2
 
 
-class StaleVersion(SteppedDrain):
+class StaleVersion(JobTransfers):
     """A worker hears of a promotion once a second, and not with the jobs that it claims."""
 
-    def _admit(self, deliveries: Sequence[Delivery]) -> None:
-        models = self.lifecycle.models
-        super()._admit([structs.replace(each, active=models[each.slot].record) for each in deliveries])
+    def admit(self, deliveries: Sequence[Delivery]) -> None:
+        models = self._parts.lifecycle.models
+        super().admit([structs.replace(each, active=models[each.slot].record) for each in deliveries])
 
 
 class VersionsShareAFlight(SteppedRouter):
@@ -765,6 +766,7 @@ def _broken(end: type[UnreliableEnd], finding: str) -> Mutant:
 
 _PARTS: Final[tuple[tuple[type[Any], str], ...]] = (
     (SteppedDrain, "drain"),
+    (JobTransfers, "transfers"),
     (SteppedScheduler, "scheduler"),
     (SteppedRouter, "router"),
     (SingleFlight, "flights"),

@@ -14,10 +14,11 @@ from penstock.workers.cache.answers import AnswerCache, CacheAnswers
 from penstock.workers.cache.tiers import LookedUp
 from penstock.workers.job import ClaimedJob
 from penstock.workers.results import CachedAnswers
+from penstock.workers.transfers import JobTransfers
 from tests.simulation.checker import Mutation
 from tests.simulation.mutants import Mutant
 from tests.simulation.tiers import SimulatedTiers
-from tests.simulation.worker import STEPPED, SteppedDrain
+from tests.simulation.worker import STEPPED
 
 __all__ = ["TIER_MUTANTS"]
 
@@ -36,32 +37,32 @@ class FoundAnswersSwapped(SimulatedTiers):
         return [each._replace(answers=[*each.answers][::-1]) for each in super().take_answered()]
 
 
-class FollowersOfFoundForgotten(SteppedDrain):
+class FollowersOfFoundForgotten(JobTransfers):
     """A job whose answer was found leaves those that follow it behind."""
 
-    def _take_in_answers(self) -> None:
-        flights = self.parts.flights
+    def take_in_answers(self) -> None:
+        flights = self._parts.flights
         end_all = flights.end_all
 
         def end_some(jobs: Sequence[ClaimedJob]) -> list[ClaimedJob]:
             return end_all(jobs)[:1]
 
         flights.end_all = end_some  # type: ignore[method-assign,assignment]  # for these jobs only
-        super()._take_in_answers()
+        super().take_in_answers()
         del flights.end_all
 
 
-class FoundNeverCommitted(SteppedDrain):
+class FoundNeverCommitted(JobTransfers):
     """Answers that were found are dropped."""
 
-    def _take_in_answers(self) -> None:
-        completer = self.parts.completer
+    def take_in_answers(self) -> None:
+        completer = self._parts.completer
 
         def drop(_cached: CachedAnswers) -> None:
             pass
 
         completer.add_cached = drop  # type: ignore[method-assign,assignment]  # for these answers only
-        super()._take_in_answers()
+        super().take_in_answers()
         del completer.add_cached
 
 
@@ -73,6 +74,6 @@ def _misled(finding: str, **part: type[Any]) -> Mutant:
 TIER_MUTANTS: Final[tuple[Mutant, ...]] = (
     _misled("no end", answers=SoughtForgotten),
     _misled("the answer of another", tiers=FoundAnswersSwapped),
-    _misled("no end", drain=FollowersOfFoundForgotten),
-    _misled("no end", drain=FoundNeverCommitted),
+    _misled("no end", transfers=FollowersOfFoundForgotten),
+    _misled("no end", transfers=FoundNeverCommitted),
 )

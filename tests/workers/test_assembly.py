@@ -65,6 +65,7 @@ def test_every_part_type_can_be_replaced(build: Build, models_root: Path):
     parts = drain.parts
     built = {
         "drain": drain,
+        "transfers": drain._transfers,
         "intake": parts.intake,
         "router": parts.router,
         "flights": parts.flights,
@@ -137,9 +138,9 @@ def test_the_parts_share_one_account_of_leased_jobs(build: Build, models_root: P
     job = job_of()
     drain.parts.leased.take([job])
     (claim,) = drain.parts.claimer.wanted()
-    assert (claim.credit, drain.readiness[1]["in_memory"]) == (4, 1)
+    assert (claim.credit, drain.health.readiness[1]["in_memory"]) == (4, 1)
     drain.parts.releaser.hand_over([job], "double", "2")
-    assert drain.readiness[1]["in_memory"] == 0
+    assert drain.health.readiness[1]["in_memory"] == 0
 
 
 def test_a_new_active_version_makes_the_cache_forget_the_former_content(build: Build, models_root: Path):

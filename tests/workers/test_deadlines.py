@@ -77,7 +77,7 @@ def test_a_follower_expires_while_its_leader_waits(is_formed: bool, harness: Ste
     worker.end(work)
     worker.forwards()
     assert [harness.answer(job) for job in (*running, leader, *beside, patient)] == [2, 14, *([16] * is_formed), 14]
-    assert worker.drain.readiness[1]["in_memory"] == 0
+    assert worker.drain.health.readiness[1]["in_memory"] == 0
 
 
 def begun_with_follower(harness: SteppedHarness, worker: SteppedWorker) -> tuple[BatchRun, str, str]:

@@ -178,7 +178,7 @@ def test_gauges_follow_the_life_of_a_worker(start: StartDrain, models_root: Path
     assert harness.loaded() == {slot: 1}
     assert not harness.is_ready()
     harness.drain.start()
-    wait_until(lambda: harness.drain.readiness[0], 5, "the drain is ready")
+    wait_until(lambda: harness.drain.health.readiness[0], 5, "the drain is ready")
     assert harness.is_ready()
     harness.drain.stop(1.0)
     assert not harness.is_ready()
@@ -345,7 +345,7 @@ def build():
     assert header.error.code == code
     assert text in header.error.message
     assert harness.result(good)[1] == 42
-    assert harness.drain.unhealthy_reason() is None
+    assert harness.drain.health.unhealthy_reason() is None
 
 
 def test_equal_of_a_withdrawn_job_still_runs(start: StartDrain, models_root: Path, slot: str, tmp_path: Path):
@@ -693,10 +693,10 @@ def test_a_long_forward_on_the_io_thread_was_progress(
     for _ in range(KNOWN):
         version.queue.note_forward(0.0001)
     # This thread takes the turns of both.
-    monkeypatch.setattr(drain, "_thread", threading.current_thread())
+    monkeypatch.setattr(drain.health, "_thread", threading.current_thread())
     monkeypatch.setattr(drain.leases, "_thread", threading.current_thread())
-    monkeypatch.setattr(drain, "_is_ready", True)
-    progress_s = drain._limits.progress_s
+    drain.health.is_serving = True
+    progress_s = drain.health._progress_s
     version.policy = replace(version.policy, timeout_s=4 * progress_s)
     run, run_kept = executor.run, executor.run_kept
     seen: list[str | None] = []
@@ -704,12 +704,12 @@ def test_a_long_forward_on_the_io_thread_was_progress(
     def lasts(batch: BatchRun) -> None:
         harness.now += 2 * progress_s
         drain.leases.tick()
-        seen.append(drain.unhealthy_reason())
+        seen.append(drain.health.unhealthy_reason())
         run(batch)
 
     def looks_behind() -> None:
         run_kept()
-        seen.append(drain.unhealthy_reason())
+        seen.append(drain.health.unhealthy_reason())
 
     monkeypatch.setattr(executor, "run", lasts)
     executor.start()
@@ -722,5 +722,5 @@ def test_a_long_forward_on_the_io_thread_was_progress(
     assert set(seen) == {None}
     harness.now += progress_s + 1
     drain.leases.tick()
-    assert drain.unhealthy_reason() == f"the drain thread has made no progress for {progress_s:g} s"
+    assert drain.health.unhealthy_reason() == f"the drain thread has made no progress for {progress_s:g} s"
     executor.stop()

@@ -100,7 +100,7 @@ def test_model_is_run_so_often_before_the_worker_is_ready(
     forward_log = tmp_path / "forward_log"
     write_recorder(models_root, forward_log, "counted")
     harness = start("counted", **settings)
-    assert harness.drain.readiness[0]
+    assert harness.drain.health.readiness[0]
     assert len(recorded_forwards(forward_log)) == forwards
     harness.result(*harness.submit("counted", 7.0))
     assert len(recorded_forwards(forward_log)) == forwards + 1
@@ -214,7 +214,7 @@ def test_the_worker_goes_on_serving_beside_a_version_that_is_wrong(
     assert "\n" not in line
     assert str(models_root) not in line
     assert harness.result(*harness.submit("double", 4.0))[1] == 8.0
-    assert harness.drain.unhealthy_reason() is None
+    assert harness.drain.health.unhealthy_reason() is None
 
 
 def test_models_of_one_worker_keep_to_their_own_concurrency(start: StartHarness, models_root: Path, tmp_path: Path):

@@ -36,8 +36,8 @@ def test_on_a_lost_device_nothing_more_is_begun_and_the_rest_is_given_back(
     worker.drain.start()
     try:
         lost, *waiting = harness.publish("lost", -1, 2, 3)
-        wait_until(lambda: worker.drain.unhealthy_reason() is not None, 30, "the loss is noticed")
-        assert worker.drain.unhealthy_reason() == "the device is lost: cuda:0: an illegal access"
+        wait_until(lambda: worker.drain.health.unhealthy_reason() is not None, 30, "the loss is noticed")
+        assert worker.drain.health.unhealthy_reason() == "the device is lost: cuda:0: an illegal access"
         wait_until(lambda: not any(harness.job_record(job).is_claimed for job in waiting), 30, "the rest is given back")
         assert [job.job_id for job in worker.journal.jobs] == [lost]
     finally:

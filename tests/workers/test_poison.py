@@ -97,5 +97,5 @@ def test_a_job_that_ends_its_instance_is_run_alone_and_becomes_poison(harness: S
     assert sorted(batches[1:]) == sorted([[neighbours[0]], [neighbours[1]], [poison], [poison]])
     assert [harness.answer(job) for job in neighbours] == [2, 4]
     assert (harness.state(poison), harness.answer(poison)) == (State.DEAD, "DeadLettered")
-    assert worker.drain.unhealthy_reason() is None
+    assert worker.drain.health.unhealthy_reason() is None
     assert worker.counted("penstock_dead_lettered") == 1

@@ -70,7 +70,7 @@ def test_a_failed_job_rests_and_runs_again(
     assert (harness.state(job), harness.answer(job)) == (State.COMPLETED, -2)
     assert worker.notes.retries == [job, job]
     assert worker.counted("penstock_retried") == 2
-    assert worker.drain.readiness[1]["in_memory"] == 0
+    assert worker.drain.health.readiness[1]["in_memory"] == 0
 
 
 def test_the_last_attempt_is_the_end(harness: SteppedHarness, models_root: Path):
@@ -108,7 +108,7 @@ def test_a_resting_job_can_be_cancelled(harness: SteppedHarness, models_root: Pa
     harness.broker.cancel(job, "acme", b"")
     harness.pass_time(LEASE_S)
     assert harness.state(job) is State.CANCELLED
-    assert worker.drain.readiness[1]["in_memory"] == 0
+    assert worker.drain.health.readiness[1]["in_memory"] == 0
 
 
 def test_a_job_that_is_revoked_while_it_rests_does_not_run_again(harness: SteppedHarness, models_root: Path):
@@ -134,7 +134,7 @@ def test_a_resting_job_that_was_lost_is_forgotten(harness: SteppedHarness, model
     harness.pass_time(LEASE_S - 0.5)
     assert worker.forwards() == []
     assert harness.job_record(job).is_claimed
-    assert worker.drain.readiness[1]["in_memory"] == 0
+    assert worker.drain.health.readiness[1]["in_memory"] == 0
 
 
 def test_a_resting_job_is_kept_from_others_by_its_lease(harness: SteppedHarness, models_root: Path):

@@ -203,7 +203,7 @@ def test_a_suspect_that_waits_may_still_come_to_another_end(
         assert harness.workers[0].forwards() == [[job]]
         assert harness.answer(job) == 14
     elif fate != "lost":
-        assert worker.drain.readiness[1]["in_memory"] == 0
+        assert worker.drain.health.readiness[1]["in_memory"] == 0
 
 
 def test_a_suspect_whose_version_was_unloaded_meanwhile_has_it_loaded_again(harness: SteppedHarness, models_root: Path):

@@ -230,7 +230,7 @@ def hang_here(worker: Worker) -> None:
     executor.here = run = executor.begin("the I/O thread")
     assert run is not None
     run.alive_at = -math.inf
-    worker._drain._is_ready = True
+    worker._drain.health.is_serving = True
 
 
 @pytest.mark.parametrize(("stall_s", "most"), [(0.0, 0), (5.0, 11)], ids=["at once", "after a stall"])

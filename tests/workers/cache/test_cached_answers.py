@@ -201,7 +201,7 @@ def test_other_content_under_the_same_label_has_its_own_answers(stage: Stage):
     wait_until(lambda: stage.answer(3.0)[1] == 33.0, 10, "the new content answers")
     header, value = stage.result(stage.submit(3.0))
     assert (value, header.is_cached, header.content_hash != first.content_hash) == (33.0, True, True)
-    assert drain.unhealthy_reason() is None
+    assert drain.health.unhealthy_reason() is None
 
 
 def test_a_named_version_has_its_own_answers(stage: Stage):

@@ -185,7 +185,7 @@ def test_a_paused_model_answers_no_job(harness: SteppedHarness, models_root: Pat
     _, found = drain.parts.broker.exchange(drain.consumer, [], [Claim("double", 8, 0, 1000)], 1000)
     drain.parts.status.paused = frozenset(["double"])
     harness.broker.pause("double")
-    drain._admit(found)
+    drain._transfers.admit(found)
     worker.turn(3)
     assert [harness.state(job_id) for job_id in jobs] == [State.QUEUED] * 2
 

@@ -70,7 +70,7 @@ def failure_of(stage: Stage, job_id: str) -> str:
 def has_claimed(stage: Stage, drain: Drain, job_id: str) -> bool:
     """Whether the job is claimed and the worker has jobs in memory."""
     job_record = stage.broker.job_record(job_id)
-    return bool(job_record and job_record.is_claimed and drain.readiness[1]["in_memory"])
+    return bool(job_record and job_record.is_claimed and drain.health.readiness[1]["in_memory"])
 
 
 def content_hash_of(package: Package) -> str:
@@ -100,7 +100,7 @@ def test_a_version_that_no_worker_has_fails_the_jobs_that_name_it(stage: Stage):
     assert stage.answer() == ("2", 10.0)
     for job_id in job_ids:
         assert failure_of(stage, job_id).endswith("is not served by any live worker. Expected one of: 1, 2")
-    assert all(drain.unhealthy_reason() is None for drain in drains)
+    assert all(drain.health.unhealthy_reason() is None for drain in drains)
 
 
 def test_a_load_that_fails_here_does_not_fail_a_job_that_others_can_answer(stage: Stage):

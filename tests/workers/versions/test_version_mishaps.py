@@ -155,7 +155,7 @@ def test_a_folder_that_cannot_be_read_does_not_end_the_io_thread(stage: Stage):
     (loop / "model.py").symlink_to("model.py")
     drain.lifecycle.request_load(stage.model, "0.3")
     take_turns(drain)
-    assert drain.unhealthy_reason() is None
+    assert drain.health.unhealthy_reason() is None
     assert stage.answer() == ("2", 10.0)
 
 
@@ -229,7 +229,7 @@ def test_a_worker_that_tries_a_broken_version_again_claims_nothing_meanwhile(sta
     stage.submit()
     take_turns(drain)
     assert stage.state("0.5") == "loading"
-    assert drain.readiness[1]["in_memory"] == 0
+    assert drain.health.readiness[1]["in_memory"] == 0
     gate.touch()
 
 
