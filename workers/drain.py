@@ -96,10 +96,10 @@ class Drain:
         self.leases: Final = LeaseKeeper(
             parts.broker,
             consumer,
-            parts.lifecycle.claimable,
+            parts.lifecycle.offers.claimable,
             parts.leased,
             lease_s=limits.lease_s,
-            offered=parts.lifecycle.all_offered,
+            offered=parts.lifecycle.offers.all_offered,
             room=self._room_to_take_over,
             on_update=self._on_lease_update,
             look=parts.lifecycle.poll_records,
@@ -482,4 +482,4 @@ def _sleep_s(parts: DrainParts, now: float) -> float:
 
 def _claims_at_once(parts: DrainParts) -> bool:
     """Whether the next turn claims. It does not while jobs that wait for a worker with their version take all room."""
-    return bool(parts.lifecycle.claimable()) and parts.claimer.may_wait
+    return bool(parts.lifecycle.offers.claimable()) and parts.claimer.may_wait

@@ -43,7 +43,7 @@ class WorkerHealth:
         problem = self.unhealthy_reason()
         if problem is None and not self._leases.is_in_touch:
             problem = "the broker does not answer"
-        if problem is None and not self._parts.lifecycle.claimable():
+        if problem is None and not self._parts.lifecycle.offers.claimable():
             problem = "no active version can be loaded here"
         details = {"models": sorted(self._parts.lifecycle.models), "problem": problem}
         return self.is_serving and problem is None, {**details, "in_memory": len(self._parts.leased)}

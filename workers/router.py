@@ -289,7 +289,7 @@ class JobRouter:
         Only a version that jobs may name is loaded for it, and only one that takes the job's inputs runs it.
         """
         version = self._lifecycle.named(job.delivery.slot, label)
-        if version is None or version.room <= 0 or not self._lifecycle.is_offered(version):
+        if version is None or version.room <= 0 or not self._lifecycle.offers.is_offered(version):
             return None
         try:
             version.fit(job)
@@ -314,7 +314,7 @@ class JobRouter:
     def named_here(self, job: ClaimedJob) -> ServedVersion | None:
         """The version that a job names, if the job may wait for it here."""
         version = self._lifecycle.named(job.delivery.slot, job.header.version)
-        is_here = version is not None and version.room > 0 and self._lifecycle.is_offered(version)
+        is_here = version is not None and version.room > 0 and self._lifecycle.offers.is_offered(version)
         return version if is_here else None
 
     def _active_here(self, model: ServedModel) -> ServedVersion | None:

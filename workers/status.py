@@ -114,7 +114,7 @@ class StatusReporter:
         """
         names = list(self._lifecycle.models)
         self._reports += 1
-        if self._reports % _TRY_AGAIN_EVERY == 0 and len(self._lifecycle.claimable()) < len(names):
+        if self._reports % _TRY_AGAIN_EVERY == 0 and len(self._lifecycle.offers.claimable()) < len(names):
             self._lifecycle.request(self._lifecycle.try_again)
         self._read_pauses(names)
         self._mirror.follow(names, self._broker.now_ms())
@@ -158,7 +158,7 @@ class StatusReporter:
             self._metrics.quarantined(slot_in(quarantined.key))
         for name in names:
             self._broker.report_keys(name, self._key_report, _KEYS_TTL_MS)
-        self._lifecycle.announce_again(replaces=self._must_replace)
+        self._lifecycle.announcements.publish_again(replaces=self._must_replace)
         follow_limits(self._broker, self._lifecycle.models)
         self._must_replace = False
 

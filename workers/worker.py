@@ -332,7 +332,7 @@ class OperatorCommands:
             self._lifecycle.request_unload(command.model, command.version, content_hash=command.content_hash)
             return f"unloading {reference}"
         if command.action == "clear_cache":
-            contents = self._lifecycle.contents_of(command.model)
+            contents = self._lifecycle.offers.contents_of(command.model)
             return f"removed {sum(map(self._answers.forget, contents))} cached answers of {command.model} from memory"
         if self._optimizer is None:
             raise Forbidden("Optimization is off on this worker. Expected inference.enabled on the worker")

@@ -362,15 +362,7 @@ class MemoryBroker(MemoryOperatorEnd):
     def emit(self, consumer: str, emissions: Sequence[Emission], ttl_ms: int, *, max_bytes: int) -> list[Position]:
         """See WorkerEnd.emit."""
         with self._lock:
-            return [self._emit(consumer, emission, ttl_ms, max_bytes) for emission in emissions]
-
-    def _emit(self, consumer: str, emission: Emission, ttl_ms: int, max_bytes: int) -> Position:
-        held = emission.held
-        record = self._state.records.get(held.job_id)
-        if record is None or not self._state.lease_of(consumer, held.slot, held.priority, held.entry_id):
-            return Position()
-        record.is_followed = True
-        return self._state.emit(emission, ttl_ms, max_bytes)
+            return [_emit(self._state, consumer, emission, ttl_ms, max_bytes) for emission in emissions]
 
     def dead_letter(
         self, consumer: str, delivery: Delivery, reason: str, *, job_id: str = "", sealed: bytes = b""
@@ -454,3 +446,12 @@ class MemoryBroker(MemoryOperatorEnd):
         if self._answered is not None:
             os.close(self._answered)
             self._answered = None
+
+
+def _emit(state: MemoryState, consumer: str, emission: Emission, ttl_ms: int, max_bytes: int) -> Position:
+    held = emission.held
+    record = state.records.get(held.job_id)
+    if record is None or not state.lease_of(consumer, held.slot, held.priority, held.entry_id):
+        return Position()
+    record.is_followed = True
+    return state.emit(emission, ttl_ms, max_bytes)

@@ -338,13 +338,8 @@ class ModelRegistryClient:
         reason = _parse_text("reason", reason or f"policy of {endpoint or 'all endpoints'}: {changes}"[:_MAX_TEXT])
         with self._changing(name) as (transaction, model):
             production = model.select(LATEST)
-            before = model.policy.endpoints if model.policy is not None else {}
-            if knobs is not None:
-                endpoints = changed_overlay(before, endpoint, knobs)
-            else:
-                endpoints = {each: dict(values) for each, values in before.items() if endpoint and each != endpoint}
             epoch = model.epoch + 1
-            record = PolicyRecord(name, epoch, endpoints, self._time(), self._actor)
+            record = PolicyRecord(name, epoch, _overlay(model, endpoint, knobs), self._time(), self._actor)
             self._write(transaction, replace(production, epoch=epoch))
             transaction.put_policy(seal_row(record, self._sign))
             change = Change(TransitionAction.POLICY, production, ModelStage.PRODUCTION, reason=reason)
@@ -517,6 +512,14 @@ class ModelRegistryClient:
 
     def _time(self) -> str:
         return self._clock().astimezone(UTC).isoformat(timespec="microseconds")
+
+
+def _overlay(model: RegisteredModel, endpoint: str, knobs: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """The knobs of each endpoint after `set_policy`."""
+    before = model.policy.endpoints if model.policy is not None else {}
+    if knobs is not None:
+        return changed_overlay(before, endpoint, knobs)
+    return {each: dict(values) for each, values in before.items() if endpoint and each != endpoint}
 
 
 def _check_arms(experiment: Experiment, model: RegisteredModel) -> None:

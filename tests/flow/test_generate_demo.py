@@ -48,7 +48,9 @@ def run(home: Path, *arguments: str) -> str:
     }
     (home / "tmp").mkdir(exist_ok=True)
     command = [sys.executable, *arguments]
-    ended = subprocess.run(command, env=environ, cwd=home, capture_output=True, text=True, timeout=_LONGEST_S, check=False)
+    ended = subprocess.run(
+        command, env=environ, cwd=home, capture_output=True, text=True, timeout=_LONGEST_S, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     assert list((home / "tmp").iterdir()) == []
     return ended.stdout

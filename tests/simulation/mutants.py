@@ -709,7 +709,7 @@ class AnnouncedOnce(SteppedDrain):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        object.__setattr__(self.lifecycle, "announce_again", lambda *, replaces: None)
+        object.__setattr__(self.lifecycle.announcements, "publish_again", lambda *, replaces: None)
 
 
 class OnlyExceptionsCaught(SteppedExecutor):

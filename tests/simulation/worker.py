@@ -31,6 +31,7 @@ from penstock.registry.settings import Settings
 from penstock.workers.assembly import DrainOptions, PartTypes, build_drain
 from penstock.workers.batch_run import BatchRun
 from penstock.workers.drain import Drain
+from penstock.workers.health import WorkerHealth
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.process.crash_journal import FormInUse
@@ -119,11 +120,22 @@ class Hung(BaseException):
     """The thread stays where it is, for ever: nothing of it goes on. It waits on top of no other one."""
 
 
+class SteppedHealth(WorkerHealth):
+    """Of a worker whose threads are the schedule's."""
+
+    @property
+    def readiness(self) -> tuple[bool, dict[str, Any]]:
+        """As ever, but for the threads."""
+        is_closed = self._parts.stop.is_set or bool(self._parts.scheduler.unhealthy_reason)
+        return not is_closed and self._leases.is_in_touch and bool(self._parts.lifecycle.offers.claimable()), {}
+
+
 class SteppedDrain(Drain):
     """A drain with a model double, whose threads the schedule steps."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.health.__class__ = SteppedHealth
         self._schedule: Schedule
         self._double: Double
         self._end: UnreliableEnd
@@ -239,7 +251,7 @@ class SteppedDrain(Drain):
         offered = [
             version
             for version in lifecycle.turns
-            if version.state is VersionState.READY or (version.queue.free and lifecycle.is_offered(version))
+            if version.state is VersionState.READY or (version.queue.free and lifecycle.offers.is_offered(version))
         ]
         if offered != self._offers:
             now = self._schedule.now
@@ -253,13 +265,7 @@ class SteppedDrain(Drain):
     def has_had(self, slot: str, label: str, since: float) -> bool:
         """Whether jobs that name the version could wait for it here from `since` on."""
         version = self.lifecycle.models[slot].versions.get(label)
-        return version is not None and self._offered_since.get(version, inf) <= since and self.readiness[0]
-
-    @property
-    def readiness(self) -> tuple[bool, dict[str, Any]]:
-        """As ever, of a worker whose threads are the schedule's."""
-        is_closed = self.parts.stop.is_set or self.ails
-        return not is_closed and self.leases.is_in_touch and bool(self.lifecycle.claimable()), {}
+        return version is not None and self._offered_since.get(version, inf) <= since and self.health.readiness[0]
 
     @property
     def ails(self) -> bool:

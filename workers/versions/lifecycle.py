@@ -26,28 +26,20 @@ from penstock.registry.signed import Verifier
 from penstock.safety.orchestrator import SafetyOrchestrator
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.versions.active import ActiveVersions
+from penstock.workers.versions.announcements import Announcements
 from penstock.workers.versions.deployment_store import DeploymentStore
 from penstock.workers.versions.loader import Loaded, Loader
 from penstock.workers.versions.memory_limit import MemoryLimit
+from penstock.workers.versions.offers import RequestedVersions, VersionOffers
 from penstock.workers.versions.policy_swaps import PolicySwaps
 from penstock.workers.versions.repository import ModelRepository
 from penstock.workers.versions.table import UNLOADED, VersionTable
-from penstock.workers.versions.token_limits import announced_at_load, receiver_of
 from penstock.workers.versions.tuner import Tuner
 from penstock.workers.versions.version import ServedArms, ServedModel, ServedVersion, VersionState
 
 __all__ = ["ModelLifecycle"]
 
 logger = logging.getLogger("penstock.server")
-
-_NOT_FOUND: Final = {
-    "state": "failed",
-    "content_hash": "",
-    "is_active": False,
-    "is_offered": False,
-    "memory_bytes": 0,
-}
-_IN_MEMORY: Final = (VersionState.READY, VersionState.LOADING)
 
 
 class ModelLifecycle:
@@ -97,10 +89,9 @@ class ModelLifecycle:
         """Requests of other threads to this one."""
         self._may_exceed_memory = False
         """Whether the loaded versions may exceed the memory limit: checked at the next turn."""
-        self._requested_hashes: dict[tuple[str, str], str] = {}
-        """By model and label, the content that operators requested; empty: any."""
-        self._not_found: dict[tuple[str, str], str] = {}
-        """Requested versions that are not found, and why."""
+        self._requested = RequestedVersions()
+        self.offers: Final = VersionOffers(self.table, self._active, self._memory, self._requested)
+        self.announcements: Final = Announcements(broker, self.table)
         self._to_unload: set[ServedVersion] = set()
         """Versions that are unloaded once they are idle."""
         self._swaps = PolicySwaps(config, self.table, loader)
@@ -127,99 +118,19 @@ class ModelLifecycle:
         """Whether this worker serves the model, or accepts new models."""
         return name in self.models or self._accepts_new_models
 
-    def contents_of(self, name: str) -> set[str]:
-        """The content hashes of the versions of a model that were loaded here, as far as they are known."""
-        model = self.models.get(name)
-        versions = tuple(model.versions.values()) if model is not None else ()
-        return {version.content_hash or version.last_hash for version in versions} - {""}
-
-    def claimable(self) -> list[str]:
-        """The models whose active version is here, or can be loaded here."""
-        return [name for name, model in tuple(self.models.items()) if model.is_claimable]
-
-    def offered(self, name: str) -> dict[str, int]:
-        """The versions of a model for which jobs that name them may wait here, by label, with the number of jobs."""
-        return {
-            label: room
-            for label, version in tuple(self.models[name].versions.items())
-            if (room := version.room) and self.is_offered(version)
-        }
-
-    def all_offered(self) -> dict[str, dict[str, int]]:
-        """`offered` of every model, and the receivers of jobs that are too long for other workers."""
-        return {name: {**self.offered(name), **self._long_offered(name)} for name in tuple(self.models)}
-
-    def _long_offered(self, name: str) -> dict[str, int]:
-        versions = tuple(self.models[name].versions.values())
-        return {receiver_of(each.label, each.most_tokens): each.room for each in versions if each.most_tokens}
-
     def poll_records(self) -> None:
         """Look for promotions, because an idle worker gets no deliveries. Raises BrokerUnavailable."""
         for name, record in self._broker.actives(list(self.models)).items():
             if record != self.models[name].record:
                 self.request(partial(self.on_record, name, record))
 
-    def is_offered(self, version: ServedVersion) -> bool:
-        """Whether jobs that name the version run here: it is loaded, is loading, or may be loaded for them."""
-        if version.state in _IN_MEMORY:
-            return True
-        if version.state is not VersionState.COLD:
-            return False
-        return self._active.may_be_loaded(self.models[version.name], version) and self._memory.fits(version)
-
-    def may_be_loaded(self, version: ServedVersion) -> bool:
-        """See ActiveVersions.may_be_loaded."""
-        return self._active.may_be_loaded(self.models[version.name], version)
-
     def remember(self) -> None:
         """See ActiveVersions.remember. For the lease thread."""
         self._active.remember(self.models)
 
-    def announce_again(self, *, replaces: bool) -> None:
-        """Publish the specs again. For the lease thread. Raises BrokerUnavailable.
-
-        replaces: the broker's data are not those of before. Then the decisions that this worker follows are put back,
-        too, unless the broker has later ones. Otherwise only missing specs are filled in.
-        """
-        for name, model in tuple(self.models.items()):
-            active, decided = model.active, model.decided
-            if active is None:
-                continue
-            spec = active.spec_json
-            if replaces and decided and Deployment.open(decided, name).version == active.label:
-                epoch, _, record = decided.partition(b" ")
-                self._broker.activate(name, int(epoch), record, active.label, spec)
-            versions = {label: version.spec_json for label, version in tuple(model.versions.items())}
-            self._broker.announce(name, spec, versions, replaces=replaces)
-
     def described(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """Model -> version label -> state, content hash, memory, problem, as plain data.
-
-        A requested version that is not under the models root counts as failed.
-        """
-        described = {name: self._describe(model) for name, model in tuple(self.models.items())}
-        for (name, label), problem in tuple(self._not_found.items()):
-            described.setdefault(name, {}).setdefault(label, {**_NOT_FOUND, "problem": problem})
-        for (name, label), content_hash in tuple(self._requested_hashes.items()):
-            entry = described.get(name, {}).get(label)
-            if entry is not None and content_hash and entry["content_hash"] not in ("", content_hash):
-                entry["problem"] = "the loaded content is not the requested content"
-        return described
-
-    def _describe(self, model: ServedModel) -> dict[str, dict[str, Any]]:
-        return {
-            label: {
-                "state": version.state.value,
-                "content_hash": version.content_hash,
-                "is_active": version is model.active,
-                "is_offered": self.is_offered(version),
-                "memory_bytes": version.runtime.memory_bytes,
-                "problem": version.problem,
-                **({"most_tokens": version.most_tokens} if version.most_tokens else {}),
-                **_described_endpoints(version),
-            }
-            for label, version in tuple(model.versions.items())
-        }
+        """See VersionOffers.described."""
+        return self.offers.described()
 
     # Life
 
@@ -234,7 +145,7 @@ class ModelLifecycle:
         if self._preloads:
             self._load_at_start()
         for version in self.table.active():
-            self._announce(version)
+            self.announcements.publish(version)
         self._broker.prepare(list(self.models))
 
     def close(self) -> None:
@@ -358,15 +269,9 @@ class ModelLifecycle:
 
     def _tell_shares(self, model: ServedModel, former: ServedArms | None) -> None:
         """Set the shares of the arms; after the end of an experiment the active version has all jobs."""
-        if former is None and model.arms is None:
-            return
-        shares = {arm.version: 0.0 for arm in former.routing.arms} if former is not None else {}
-        if model.arms is not None:
-            shares |= model.arms.shares()
-        elif model.deployment is not None:
-            shares[model.deployment.version] = 1.0
-        for label, share in shares.items():
-            self._metrics.traffic_share(model.name, label, share)
+        if former is not None or model.arms is not None:
+            for label, share in _shares(model, former).items():
+                self._metrics.traffic_share(model.name, label, share)
 
     def follow_at_start(self, model: ServedModel, record: bytes) -> None:
         """Follow the broker's record, unless this machine has followed a later decision."""
@@ -402,7 +307,7 @@ class ModelLifecycle:
             if (deployment := model.deployment) is not None:
                 model.active = self._with_content(model, deployment.version, deployment.content_hash)
             elif (found := self.table.reread(model, former := model.active)) is not None and found is not former:
-                self._announce(found)
+                self.announcements.publish(found)
             if (version := model.active) is not None and version.state in UNLOADED:
                 self.loader.load(version)
 
@@ -439,12 +344,11 @@ class ModelLifecycle:
         else:
             version = self._with_content(model, label, content_hash) if model is not None else None
         # Only now: `_with_content` may have unloaded other content.
-        self._requested_hashes[name, label] = content_hash
+        problem = self.table.problem(name, label) if version is None else ""
+        self._requested.add(name, label, content_hash, problem)
         if version is None:
-            problem = self._not_found[name, label] = self.table.problem(name, label)
             logger.error("version not found: %s", problem, extra={"model": name[:80], "version": label[:80]})
             return
-        self._not_found.pop((name, label), None)
         version.is_wanted = True
         self._to_unload.discard(version)
         if version.state in UNLOADED:
@@ -462,12 +366,11 @@ class ModelLifecycle:
         model = self.table.add(package)
         self.follow_at_start(model, record)
         if model.active is not None:
-            self._announce(model.active)
+            self.announcements.publish(model.active)
         return model
 
     def _unload_requested(self, name: str, label: str, content_hash: str) -> None:
-        self._not_found.pop((name, label), None)
-        self._requested_hashes.pop((name, label), None)
+        self._requested.remove(name, label)
         is_registered = bool(content_hash) and self._active.are_signed
         if is_registered:
             self.table.register(name, label, content_hash)
@@ -536,13 +439,15 @@ class ModelLifecycle:
         self._metrics.loaded(version.name, version.label, False)
         logger.info("model unloaded", extra={"model": version.name, "version": version.label})
 
-    def _announce(self, version: ServedVersion) -> None:
-        """Publish the specs with which clients check jobs: of the active version and of those that jobs may name."""
-        announced_at_load(self._broker, version)
-        model = self.models[version.name]
-        found = {label: self.table.resolve(model, label) for label in self.table.labels(version.name)}
-        versions = {label: other.spec_json for label, other in found.items() if other is not None}
-        self._broker.announce(version.name, version.spec_json, versions, replaces=True)
+
+def _shares(model: ServedModel, former: ServedArms | None) -> dict[str, float]:
+    """The share of each version that has one, or had one."""
+    shares = {arm.version: 0.0 for arm in former.routing.arms} if former is not None else {}
+    if model.arms is not None:
+        shares |= model.arms.shares()
+    elif model.deployment is not None:
+        shares[model.deployment.version] = 1.0
+    return shares
 
 
 def _mark_arms(model: ServedModel) -> None:
@@ -550,12 +455,3 @@ def _mark_arms(model: ServedModel) -> None:
     if model.arms is not None:
         for arm in model.arms.here():
             arm.experiment = model.arms.routing.experiment
-
-
-def _described_endpoints(version: ServedVersion) -> dict[str, Any]:
-    """The endpoints that have had jobs here, besides `infer`; nothing where there is none."""
-    endpoints = {
-        name: {"state": each.state.value, "precision": each.policy.precision, "problem": each.problem}
-        for name, each in tuple(version.endpoints.items())
-    }
-    return {"endpoints": endpoints} if endpoints else {}

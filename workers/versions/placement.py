@@ -53,12 +53,12 @@ class Placement:
         """
         name, named = job.header.model, arm or job.header.version
         version = self._lifecycle.named(name, named)
-        is_offered = version is not None and self._lifecycle.is_offered(version)
+        is_offered = version is not None and self._lifecycle.offers.is_offered(version)
         if version is not None and is_offered:
             return version if version.room > 0 else version.label
         if label := self._peers.label_of(name, named):
             return label
-        if version is not None and version.state is VersionState.COLD and self._lifecycle.may_be_loaded(version):
+        if version is not None and version.state is VersionState.COLD and self._lifecycle.offers.may_be_loaded(version):
             # Only memory is missing: the least recently used version can be unloaded.
             return version
         if self._peers.is_nowhere(name, named) or waiting > self._most_waiting:
@@ -78,6 +78,6 @@ class Placement:
         if version is not None and version.state is VersionState.FAILED:
             return Failure("ModelError", f"Version {named:.80} cannot be loaded. {version.problem}")
         why = ", and no operator has registered, promoted or requested this content" if version is not None else ""
-        served = ", ".join(sorted({*self._lifecycle.offered(name), *self._peers.labels(name)}))
+        served = ", ".join(sorted({*self._lifecycle.offers.offered(name), *self._peers.labels(name)}))
         message = f"Version {named:.80} is not served by any live worker{why}. Expected one of: {served or 'none'}"
         return Failure("ModelError", message)

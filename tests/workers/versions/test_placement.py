@@ -159,7 +159,7 @@ def test_a_version_without_memory_is_loaded_here_only_if_no_other_worker_has_it(
     stage = Stage(models_root, memory_mb=15)
     stage.version("2").runtime.load("cpu", 1)
     stage.version("2").has_loaded()
-    assert not stage.lifecycle.is_offered(stage.version("1"))
+    assert not stage.lifecycle.offers.is_offered(stage.version("1"))
     assert stage.find("1") is stage.version("1")
     stage.other_worker("1")
     assert stage.find("1") == "1"

@@ -286,10 +286,10 @@ def test_a_model_without_a_loadable_version_does_not_affect_other_models(stage: 
     assert stage.answer() == ("2", 10.0)
     assert drain.lifecycle.described()["another"]["1"]["state"] == "failed"
     assert "z" in drain.lifecycle.described()["another"]["1"]["problem"]
-    assert drain.lifecycle.claimable() == [stage.model]
+    assert drain.lifecycle.offers.claimable() == [stage.model]
     (broken / "model.yaml").write_text((broken / "model.yaml").read_text().replace("name: y", "name: z"))
     drain.lifecycle.request(drain.lifecycle.try_again)
-    wait_until(lambda: drain.lifecycle.claimable() == [stage.model, "another"], 30, "it is loaded")
+    wait_until(lambda: drain.lifecycle.offers.claimable() == [stage.model, "another"], 30, "it is loaded")
 
 
 @pytest.mark.parametrize("settings", [{}, {"model_version": "3"}], ids=["no other version", "the settings name it"])
