@@ -340,6 +340,17 @@ def test_a_foreign_key_of_a_job_harms_no_neighbour_in_its_commit(redis_brokerage
             assert sum(depth.jobs for depth in broker.depths(slot)) == 0
 
 
+def test_jobs_before_a_foreign_key_are_counted_once(redis_brokerage: OnRedis, slot: str):
+    """The key of the second of three jobs is foreign: the call is repeated, and the first job is in the queue already."""
+    with redis_brokerage.server.client() as client, closing(redis_brokerage.connect()) as broker:
+        overwrite(client, queues.idempotency_key(slot, "d"))
+        jobs = [publication(slot), publication(slot, idempotency_digest="d", fingerprint="f"), publication(slot)]
+        assert [each.outcome for each in broker.publish(slot, jobs, ROOMY)] == ["accepted"] * 3
+        assert client.hget(queues.flow_key(slot), "t:acme") == b"3"
+        settle(broker, "w", *map(commit_of, claim(broker, "w", slot)))
+        assert client.hget(queues.flow_key(slot), "t:acme") is None
+
+
 def test_a_foreign_record_is_quarantined_by_a_commit_that_comes_late(redis_brokerage: OnRedis, slot: str):
     """The job is not held any more: the error of its first commit may have been lost on the way."""
     with closing(redis_brokerage.connect()) as broker, redis_brokerage.server.client() as client:

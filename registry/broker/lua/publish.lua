@@ -105,48 +105,52 @@ for a = before_jobs + count * words + 1, #ARGV, 2 do targets[tonumber(ARGV[a])] 
 local is_short = is_short_of_memory()
 local out = {}
 local kind = kind_of['1']
-for job = 1, count do
-  local a = before_jobs + (job - 1) * words
-  if words == 2 then kind = kind_of[ARGV[a + 2]] end
-  local record, tenant, stream = KEYS[5 + job], kind.tenant, kind.stream
-  local idempotency = idempotency_of[job]
-  local first = idempotency and redis.call('GET', idempotency.key)
-  if first then
-    local known, owner = string.match(first, '^([^\n]*)\n(.*)$')
-    out[job] = known == idempotency.fingerprint and 'k' .. owner or 'c'
-  else
-    local no_room = is_short and 'm' or depth_of(stream) >= max_depth and 'f'
-      or tenant_max > 0 and in_flight_of(tenant) >= tenant_max and 't'
-    if no_room and redis.call('EXISTS', record) == 0 then
-      refused = refused + 1
-      out[job] = no_room .. retry_ms(refused)
-    elseif no_room then
-      out[job] = repeated(record, kind.client)
+local function accept_all()
+  for job = 1, count do
+    local a = before_jobs + (job - 1) * words
+    if words == 2 then kind = kind_of[ARGV[a + 2]] end
+    local record, tenant, stream = KEYS[5 + job], kind.tenant, kind.stream
+    local idempotency = idempotency_of[job]
+    local first = idempotency and redis.call('GET', idempotency.key)
+    if first then
+      local known, owner = string.match(first, '^([^\n]*)\n(.*)$')
+      out[job] = known == idempotency.fingerprint and 'k' .. owner or 'c'
     else
-      local entry = redis.call('XADD', stream, '*', 'e', ARGV[a + 1])
-      local target, digest = targets[job], idempotency and idempotency.digest or ''
-      local head = (target and 'Qw' or 'Q-') .. kind.priority .. entry .. kind.client .. digest .. '\n'
-        .. (target and target .. '\n' or '') .. kind.expires
-      if redis.call('SET', record, head, 'PX', ttl, 'NX') then
-        if idempotency then
-          local id = string.match(record, ':job:(.*)$')
-          redis.call('SET', idempotency.key, idempotency.fingerprint .. '\n' .. id, 'PX', ttl)
-        end
-        depths[stream] = depths[stream] + 1
-        accepted[tenant] = (accepted[tenant] or 0) + 1
-        if kind.account ~= '' then
-          used[kind.account] = (used[kind.account] or 0) + 1
-          if tokens_of[job] then prompts[kind.account] = (prompts[kind.account] or 0) + tokens_of[job] end
-        end
-        if in_flight[tenant] then in_flight[tenant] = in_flight[tenant] + 1 end
-        out[job] = 'a'
-      else
-        redis.call('XDEL', stream, entry)
+      local no_room = is_short and 'm' or depth_of(stream) >= max_depth and 'f'
+        or tenant_max > 0 and in_flight_of(tenant) >= tenant_max and 't'
+      if no_room and redis.call('EXISTS', record) == 0 then
+        refused = refused + 1
+        out[job] = no_room .. retry_ms(refused)
+      elseif no_room then
         out[job] = repeated(record, kind.client)
+      else
+        local entry = redis.call('XADD', stream, '*', 'e', ARGV[a + 1])
+        local target, digest = targets[job], idempotency and idempotency.digest or ''
+        local head = (target and 'Qw' or 'Q-') .. kind.priority .. entry .. kind.client .. digest .. '\n'
+          .. (target and target .. '\n' or '') .. kind.expires
+        if redis.call('SET', record, head, 'PX', ttl, 'NX') then
+          if idempotency then
+            local id = string.match(record, ':job:(.*)$')
+            redis.call('SET', idempotency.key, idempotency.fingerprint .. '\n' .. id, 'PX', ttl)
+          end
+          depths[stream] = depths[stream] + 1
+          accepted[tenant] = (accepted[tenant] or 0) + 1
+          if kind.account ~= '' then
+            used[kind.account] = (used[kind.account] or 0) + 1
+            if tokens_of[job] then prompts[kind.account] = (prompts[kind.account] or 0) + tokens_of[job] end
+          end
+          if in_flight[tenant] then in_flight[tenant] = in_flight[tenant] + 1 end
+          out[job] = 'a'
+        else
+          redis.call('XDEL', stream, entry)
+          out[job] = repeated(record, kind.client)
+        end
       end
     end
   end
 end
+-- A foreign key ends the loop: the jobs before it are in the queue, and are counted all the same.
+local is_whole, failure = pcall(accept_all)
 for tenant, jobs in pairs(accepted) do redis.call('HINCRBY', KEYS[1], 't:' .. tenant, jobs) end
 -- In this call, because it accepts each job id once: a repeated call counts nothing. The key is that of usage_key.
 for account, jobs in pairs(used) do
@@ -154,4 +158,5 @@ for account, jobs in pairs(used) do
   redis.call('HINCRBY', usage, field, jobs)
   if prompts[account] then redis.call('HINCRBY', usage, field .. ':prompt', prompts[account]) end
 end
+if not is_whole then error(failure, 0) end
 return out
