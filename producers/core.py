@@ -145,7 +145,7 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         idempotency_key: a second submit with this key and the same model, version and inputs returns the first job.
         tenant, version: None means the client's tenant and the active version of the model.
         outputs: the names of the requested outputs. Empty means all.
-        traceparent: the W3C trace context of the caller. The job's events and log lines carry it.
+        traceparent: the W3C trace context of the caller. The worker's log lines of the job name its trace.
         retry: how often and after which pauses a failed forward is repeated. None: the first failure ends the job.
         webhook: an https URL that gets a signed POST when the job has ended in any way; see docs/how-to/submit.md.
         sticky_key: names the user, so that a sticky A/B experiment answers all its jobs with one version. None: the

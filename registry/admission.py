@@ -10,7 +10,6 @@ fingerprint covers model, version and inputs. Deadline and priority may differ b
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import product, repeat
@@ -21,7 +20,7 @@ import msgspec
 from msgspec.structs import replace
 
 from penstock.registry.broker.base import Limits, Publication
-from penstock.registry.envelope import JobHeader, Keyring, Options, Retry, seal
+from penstock.registry.envelope import TRACEPARENT, JobHeader, Keyring, Options, Retry, seal
 from penstock.registry.errors import BadModelName, DeadlineExceeded, InvalidInput, UnknownModel, described
 from penstock.registry.idempotency import KeyDigests, checked_key, fingerprint_state
 from penstock.registry.job_template import JobTemplate
@@ -44,7 +43,6 @@ logger = logging.getLogger("penstock.client")
 
 __all__ = ["JobBuilder", "SpecCache", "SubmitOptions", "limits_of"]
 
-_TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _MAX_STICKY_KEY: Final = 128
 _MAX_DEADLINE_S: Final = 366 * 86_400
 _KEEP_SPEC_S: Final = 1.0
@@ -304,7 +302,7 @@ class JobBuilder:
         tenant, version, traceparent = options.tenant, options.version, options.traceparent
         if version and version != spec.version:
             raise UnknownModel(f"Unknown model {spec.name}/{described(version)}. Expected version: {spec.version}")
-        if traceparent and not (isinstance(traceparent, str) and _TRACEPARENT.fullmatch(traceparent)):
+        if traceparent and not (isinstance(traceparent, str) and TRACEPARENT.fullmatch(traceparent)):
             raise InvalidInput("Bad traceparent. Expected the W3C form 00-<32 hex>-<16 hex>-<2 hex>")
         has_options = options.outputs or lane or _has_rare_options(options)
         return JobHeader(

@@ -20,6 +20,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+import re
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -47,6 +48,7 @@ __all__ = [
     "MAX_JOB_BYTES",
     "PROTOCOL",
     "SEAL_BYTES",
+    "TRACEPARENT",
     "BodyKeys",
     "EventHeader",
     "Failure",
@@ -78,6 +80,8 @@ _MAGIC: Final = b"PS"
 MAC_BYTES: Final = 32
 SEAL_BYTES: Final = 32
 """By how many bytes a sealed body is longer: the id of the key, a nonce, a tag."""
+TRACEPARENT: Final = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}")
+"""A trace context of W3C. Its group is the id of the trace."""
 _SAME_KEYS: Final = "Expected the same PENSTOCK_SIGNING_KEYS at both ends"
 _SAME_SEALS: Final = "Expected the same privacy.seal_payloads, and the same data keys, at both ends"
 _MAX_ATTEMPTS: Final = 100
@@ -181,6 +185,12 @@ class JobHeader(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     def context(self) -> RequestContext:
         """The part that passes to the result."""
         return RequestContext(self.tenant, self.traceparent)
+
+    @property
+    def trace_id(self) -> str:
+        """The trace in `traceparent`; empty without one. Clients that are not ours may have written any text there."""
+        match = TRACEPARENT.fullmatch(self.traceparent)
+        return match[1] if match else ""
 
 
 class Failure(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):

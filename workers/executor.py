@@ -543,7 +543,8 @@ def _send_chunk(
 
 
 def _failure(run: BatchRun, error: BaseException, job: ClaimedJob) -> Failure:
-    text = _logged(run, error, "a job failed", {"job_id": job.header.id, "model": job.header.model})
+    traced = {"trace_id": job.header.trace_id} if job.header.traceparent else {}
+    text = _logged(run, error, "a job failed", {"job_id": job.header.id, "model": job.header.model, **traced})
     run.exceptions[job] = text.name
     # Not isinstance, which asks the exception for its class: that is the model's code.
     if issubclass(type(error), JobFailed):

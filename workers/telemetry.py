@@ -101,7 +101,9 @@ class BatchTelemetry:
             if run is not None:
                 jobs = [outcome.job for outcome in outcomes]
                 totals_s = [job.queue_ms / 1000 + now - job.claimed for job in jobs]
-                self._report_batch(run, jobs, totals_s, settlement.commit_s, shared or _endpoint_of(jobs))
+                endpoint = shared or _endpoint_of(jobs)
+                self._report_batch(run, jobs, totals_s, settlement.commit_s, endpoint)
+                self._trace(run.batch.key.model, run.batch.key.version, endpoint, zip(jobs, totals_s, strict=True))
             else:
                 self._report_cached([outcome for outcome in outcomes if outcome.how == "cached"], now, shared)
 
@@ -150,13 +152,14 @@ class BatchTelemetry:
         return {route for _, route in requests}
 
     def _report_cached(self, outcomes: Sequence[JobOutcome], now: float, shared: Route | None) -> None:
-        totals_s: defaultdict[tuple[str, str, Route], list[float]] = defaultdict(list)
+        found: defaultdict[tuple[str, str, Route], list[tuple[ClaimedJob, float]]] = defaultdict(list)
         for outcome in outcomes:
             job = outcome.job
             labels = (job.header.model, outcome.label, shared or job.route)
-            totals_s[labels].append(job.queue_ms / 1000 + now - job.claimed)
-        for labels, seconds in totals_s.items():
-            self._metrics.latency(*labels, seconds)
+            found[labels].append((job, job.queue_ms / 1000 + now - job.claimed))
+        for labels, timed in found.items():
+            self._metrics.latency(*labels, [total_s for _, total_s in timed])
+            self._trace(*labels, timed)
         if outcomes:
             _log_hits([outcome.job for outcome in outcomes])
 
@@ -190,9 +193,18 @@ class BatchTelemetry:
                     "batch": self.batches,
                     "size": run.batch.rows,
                     "compute_ms": round((run.ended - run.started) * 1e3, 3),
-                    "job_ids": [job.header.id for job in jobs],
+                    **_ids(jobs),
                 },
             )
+
+    def _trace(self, model: str, version: str, endpoint: str, timed: Iterable[tuple[ClaimedJob, float]]) -> None:
+        traced = [
+            (trace_id, total_s)
+            for job, total_s in timed
+            if job.header.traceparent and (trace_id := job.header.trace_id)
+        ]
+        if traced:
+            self._metrics.traced(model, version, endpoint, traced, time.time())
 
 
 def _count_arms(arms: ArmCounts, outcomes: Iterable[tuple[JobOutcome, State]], now: float) -> None:
@@ -219,7 +231,14 @@ def _count_arms(arms: ArmCounts, outcomes: Iterable[tuple[JobOutcome, State]], n
 
 def _log_hits(jobs: Sequence[ClaimedJob]) -> None:
     if logger.isEnabledFor(logging.INFO):
-        logger.info("cache hits", extra={"job_ids": [job.header.id for job in jobs]})
+        logger.info("cache hits", extra=_ids(jobs))
+
+
+def _ids(jobs: Sequence[ClaimedJob]) -> dict[str, list[str]]:
+    """The ids of jobs, and those of their traces, for a line of the log."""
+    ids = {"job_ids": [job.header.id for job in jobs]}
+    traces = [trace_id for job in jobs if job.header.traceparent and (trace_id := job.header.trace_id)]
+    return {**ids, "trace_ids": traces} if traces else ids
 
 
 def _ended(outcome: JobOutcome, state: State, now: float) -> Ended:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import urllib.request
 from datetime import datetime
 from pathlib import Path
 
@@ -18,14 +19,17 @@ from penstock.registry.queues import record_key
 from tests.conftest import StartWorker
 from tests.flow.conftest import Fleet, Samples, probe
 from tests.packages import write_package
-from tests.servers import ROOT, RedisServer, free_port, wait_until
+from tests.servers import ROOT, RedisServer, WorkerProcess, free_port, wait_until
 
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+TRACEPARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"
 SUBMIT = """
 import sys
 from penstock import Client
 from penstock.registry import logs
 logs.configure("DEBUG")
-job = Client(sys.argv[1]).submit("double", {"x": [[float(sys.argv[2]), 2, 3, 4]]})
+inputs, trace = {"x": [[float(sys.argv[2]), 2, 3, 4]]}, sys.argv[3]
+job = Client(sys.argv[1]).submit("double", inputs, traceparent=trace)
 job.result(60)
 print(job.id)
 """
@@ -49,10 +53,21 @@ def build():
 """
 
 
+def openmetrics(worker: WorkerProcess) -> str:
+    """The page of a worker in the format that has exemplars."""
+    accept = {"Accept": "application/openmetrics-text; version=1.0.0"}
+    request = urllib.request.Request(worker.report()["probe"] + "/metrics", headers=accept)  # noqa: S310  # loopback
+    with urllib.request.urlopen(request, timeout=60) as page:  # noqa: S310
+        return str(page.read(), "utf-8")
+
+
 def test_one_job_is_followed_from_client_to_result(fleet: Fleet):
-    """The id that the client logs stands in the worker's log with its batch, and in the result; metrics count it."""
+    """The id that the client logs stands in the worker's log with its batch, and in the result; metrics count it.
+
+    So does the id of its trace (AR-096), which OpenMetrics shows beside the latency.
+    """
     before = Samples(fleet.worker).total("infer_requests_total", model="double")
-    command = [sys.executable, "-c", SUBMIT, fleet.server.url, "46.5"]
+    command = [sys.executable, "-c", SUBMIT, fleet.server.url, "46.5", TRACEPARENT]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
     job_id = done.stdout.strip()
     (submitted,) = [line for line in map(json.loads, done.stderr.splitlines()) if line.get("job_id") == job_id]
@@ -63,11 +78,13 @@ def test_one_job_is_followed_from_client_to_result(fleet: Fleet):
     )
     assert (committed["logger"], committed["model"], committed["size"]) == ("server", "double", 1)
     assert committed["batch"] > 0
+    assert committed["trace_ids"] == [TRACE_ID]
     with fleet.server.client() as redis:
         header, _ = open_result(redis.get(record_key(job_id))[2:], Keyring.parse(None))
     assert header.id == job_id
     wait_until(lambda: Samples(fleet.worker).total("infer_requests_total", model="double") > before, 30, "a count")
     assert Samples(fleet.worker).total("infer_requests_total", model="double") - before == 1
+    assert TRACE_ID in openmetrics(fleet.worker)
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     wait_until(
         lambda: [line for line in fleet.worker.logs() if again in line.get("job_ids", ()) and "batch" not in line],
@@ -80,7 +97,7 @@ def test_one_job_is_followed_from_client_to_result(fleet: Fleet):
 def test_every_log_line_is_json(client: Client, fleet: Fleet):
     """From the first one on: a time with a zone, level, logger and message, from the loggers that users know."""
     with pytest.raises(ModelError, match=r"\(model.py, line \d+, in forward\)$"):
-        client.submit("raiser", {"x": np.full((1, 4), -1, np.float32)}).result(60)
+        client.submit("raiser", {"x": np.full((1, 4), -1, np.float32)}, traceparent=TRACEPARENT).result(60)
     text = fleet.worker.output.read_text()
     lines = [json.loads(line) for line in text[text.index('{"ts"') :].splitlines()]
     for line in lines:
@@ -90,7 +107,7 @@ def test_every_log_line_is_json(client: Client, fleet: Fleet):
     assert {"server", "runtime"} <= loggers
     assert {name for name in loggers if not name.startswith(("celery", "kombu"))} <= {"server", "runtime", "client"}
     (failed,) = [line for line in lines if line["msg"] == "a job failed"][-1:]
-    assert failed["model"] == "raiser"
+    assert (failed["model"], failed["trace_id"]) == ("raiser", TRACE_ID)
     assert failed["job_id"].startswith("raiser.")
     assert 'raise ValueError("a negative row")' in failed["exception"]
 

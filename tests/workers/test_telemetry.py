@@ -206,6 +206,24 @@ def test_the_latency_of_a_job_counts_from_its_acceptance_to_its_commit(harness: 
     assert harness.telemetry.batches == 1, "a cached answer needs no batch"
 
 
+@pytest.mark.parametrize("way", ["ran", "cached"])
+def test_a_trace_is_named_in_the_log_and_beside_the_latency(
+    harness: Harness, caplog: pytest.LogCaptureFixture, way: str
+):
+    """The id of a job's trace; a text that is no trace context, which another program may write, is left out."""
+    traced, foreign = job_of(traceparent=f"00-{'4' * 32}-{'2' * 16}-01"), job_of(traceparent="00-trace")
+    jobs = [traced, foreign, job_of()]
+    if way == "ran":
+        harness.settle(*harness.ran_together(*jobs))
+    else:
+        harness.settle(*map(harness.cached, jobs))
+    with caplog.at_level(logging.INFO, "penstock.server"):
+        harness.telemetry.flush()
+    assert [record.__dict__["trace_ids"] for record in caplog.records] == [["4" * 32]]
+    found = [sample.exemplar for family in harness.metrics.collect() for sample in family.samples if sample.exemplar]
+    assert [each.labels for each in found] == [{"trace_id": "4" * 32}]
+
+
 def test_look_ups_in_the_cache_are_counted_at_the_flush(harness: Harness):
     """Each once, by model and result."""
     job = job_of()

@@ -8,10 +8,11 @@ and before each read.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -31,6 +32,8 @@ else:
 __all__ = ["BatchStats", "GenerationFigures", "InferenceMetrics"]
 
 Labels: TypeAlias = tuple[str, ...]
+_Bucket: TypeAlias = tuple[str, int]
+"""Its upper edge, and how many values lie below it."""
 
 _FOLD_AT: Final = 1024
 """A series folds its lists when they hold this many values."""
@@ -141,6 +144,14 @@ class _Histogram:
         self.recent = np.concatenate((self.recent, values))[-_RECENT:]
 
 
+class _Traced(NamedTuple):
+    """A job with a trace. at: unix seconds."""
+
+    trace_id: str
+    seconds: float
+    at: float
+
+
 _TOTALS: Final = ("jobs", "batches", "rows", "queue_s", "batch_s", "compute_s", "commit_s", "cached")
 
 
@@ -205,6 +216,8 @@ class InferenceMetrics(Collector):
         self._buckets: Final = tuple(buckets)
         self._lock: Final = threading.Lock()
         self._series: Final[dict[Labels, _Series]] = {}
+        self._traced: Final[dict[str, dict[int, _Traced]]] = {}
+        """The last job with a trace of each model and bucket of infer_latency_seconds."""
         self._values: Final[dict[str, dict[Labels, float]]] = {
             metric.name: {} for metric in table.METRICS if metric.kind != "histogram"
         }
@@ -234,6 +247,19 @@ class InferenceMetrics(Collector):
             series.unfolded += len(total_s)
             if series.unfolded >= _FOLD_AT:
                 series.fold()
+
+    def traced(self, model: str, version: str, endpoint: str, jobs: Iterable[tuple[str, float]], at: float) -> None:
+        """Name jobs whose latency was reported: (trace id, seconds). at: unix seconds.
+
+        The last one in each bucket is an exemplar of infer_latency_seconds. OpenMetrics carries it, plain text cannot.
+        """
+        with self._lock:
+            # A model beyond the bound of series is "other" here, too.
+            name, *_ = _bounded(self._series, (model, version, endpoint), _MAX_SERIES)
+            buckets = self._traced.setdefault(name, {})
+            for trace_id, total_s in jobs:
+                seconds = max(0.0, total_s)
+                buckets[bisect_left(self._buckets, seconds)] = _Traced(trace_id, seconds, at)
 
     def totals(self) -> dict[str, dict[str, float]]:
         """The sums of each model since the process began, over all its versions; times in seconds.
@@ -482,13 +508,25 @@ class InferenceMetrics(Collector):
             histogram = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels, unit=unit)
             for labels, (counts, total, edges) in self._histograms(metric).items():
                 names = [*map(floatToGoString, edges), "+Inf"]
-                histogram.add_metric(labels, list(zip(names, counts.cumsum().tolist(), strict=True)), total)
+                buckets = list(zip(names, counts.cumsum().tolist(), strict=True))
+                histogram.add_metric(labels, self._with_exemplars(metric, labels, buckets), total)
             return histogram
         kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
         family = kind(metric.name, metric.help, labels=metric.labels, unit=unit)
         for labels, value in self._values[metric.name].items():
             family.add_metric(labels, value)
         return family
+
+    def _with_exemplars(self, metric: Metric, labels: Labels, buckets: list[_Bucket]) -> list[Any]:
+        from prometheus_client.samples import Exemplar
+
+        traced = self._traced.get(labels[0], {}) if metric is table.LATENCY else {}
+        return [
+            (*bucket, Exemplar({"trace_id": traced[at].trace_id}, traced[at].seconds, traced[at].at))
+            if at in traced
+            else bucket
+            for at, bucket in enumerate(buckets)
+        ]
 
     def _histograms(self, metric: Metric) -> dict[Labels, tuple[npt.NDArray[np.int64], float, list[float]]]:
         """Counts, sum and edges by label set; series that differ only in labels the metric lacks are added up."""
