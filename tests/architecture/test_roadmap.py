@@ -25,11 +25,21 @@ APACHE_2 = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
         ("tensor parallel", "not done"),
         ("pipeline parallel", "not done"),
         ("AWQ and GPTQ", "not done"),
+        ("Ray Serve", "not done"),
+        ("OpenTelemetry", "not done"),
+        ("estimates of cost", "not done"),
     ],
 )
 def test_roadmap_tells_done_from_not_done(asked: str, state: str):
     """Each item that other engines list has a line of its own, with its state."""
     assert [found for item, found in STATES.items() if asked in item] == [state]
+
+
+@pytest.mark.parametrize("name", ["TensorFlow", "TPU", "JAX"])
+def test_roadmap_names_what_is_out_of_scope(name: str):
+    """ES-006, ES-017, CX-008: hardware and frameworks that other engines have are named, with what is there instead."""
+    _, _, rest = ROADMAP.partition("## Out of scope")
+    assert name in rest.partition("\n## ")[0]
 
 
 def test_readme_leads_to_the_roadmap_and_the_licence():
