@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -169,6 +171,28 @@ def test_metrics_port_in_use_is_one_line(shared_redis: RedisServer, models_root:
     assert second.wait(60) == EXIT_CONFIGURATION
     assert second.tail(1).startswith(f"penstock: Metrics port {port} on 127.0.0.1 is in use.")
     assert probe(first, "/health/ready")[0] == 200
+
+
+def test_metrics_are_where_the_settings_say_for_readers_with_their_token(
+    shared_redis: RedisServer, models_root: Path, start_worker: StartWorker, tmp_path: Path
+):
+    """PENSTOCK_METRICS_HOST opens the probe to other addresses, and only with PENSTOCK_METRICS_BEARER_FILE."""
+    write_double(models_root)
+    token, port = tmp_path / "token", free_port()
+    token.write_text("of the readers\n")
+    token.chmod(0o600)
+    opened = {"PENSTOCK_METRICS_HOST": "0.0.0.0", "PENSTOCK_METRICS_PORT": str(port)}  # noqa: S104 - the subject
+    refused = start_worker(shared_redis, models_root, environment=opened, wait=False)
+    assert refused.wait(60) == EXIT_CONFIGURATION
+    assert "Metrics on 0.0.0.0 would be open to the network." in refused.tail(1)
+    start_worker(shared_redis, models_root, environment={**opened, "PENSTOCK_METRICS_BEARER_FILE": str(token)})
+    # Another address of the loopback than the default one.
+    url = f"http://127.0.0.2:{port}/metrics"
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(url, timeout=60)  # loopback
+    asked = urllib.request.Request(url, headers={"Authorization": "Bearer of the readers"})
+    with urllib.request.urlopen(asked, timeout=60) as page:  # noqa: S310
+        assert b"READY 1.0" in page.read()
 
 
 def test_worker_without_a_gpu_falls_back_to_the_cpu(

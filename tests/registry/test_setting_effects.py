@@ -32,6 +32,7 @@ API_KEYS = "producers/gateway/test_keys.py"
 WEBSOCKET = "producers/gateway/test_websocket.py"
 FORMS = "workers/levels/test_form_breakers.py"
 DRIFT = "workers/shadow/test_drift.py"
+CONFIGURED = "flow/test_configured_worker.py"
 OPENING = "workers/cache/test_opening.py"
 
 OF_THE_CHECKS = {"privacy.accept_shared_cache"}
@@ -195,15 +196,17 @@ PROOFS = {
     "operator_key_file": "compose/rollout/test_ends.py::test_an_operator_whom_no_worker_trusts_is_refused",
     "operator_public_keys": "compose/rollout/test_ends.py::test_an_operator_whom_no_worker_trusts_is_refused",
     "tenant_id": "registry/test_admission.py::test_header_carries_what_the_caller_said",
-    "trusted_roots": "compose/doctor/test_configuration.py::test_code_outside_the_trusted_roots_is_broken",
+    "trusted_roots": "workers/versions/test_repository.py::test_code_outside_the_trusted_roots_is_not_loaded",
     "signing_keys": "flow/test_celery.py::test_the_task_endpoint_is_closed_while_jobs_are_signed",
     "webhook_secrets": "compose/test_webhooks.py::test_bad_secret_stops_the_start",
     "worker.index": "workers/process/test_device.py::test_the_next_worker_takes_the_next_gpu_and_a_third_is_refused",
     "worker.models": "workers/test_assembly.py::test_a_worker_that_was_started_for_some_models_accepts_no_others",
     "worker.heartbeat_fd": "workers/process/test_heartbeat.py::test_a_closed_descriptor_is_a_mistake_of_the_settings",
-    "worker.metrics_host": "compose/doctor/test_security.py::test_metrics_beyond_the_loopback_need_a_token",
+    "worker.metrics_host": f"{CONFIGURED}::test_metrics_are_where_the_settings_say_for_readers_with_their_token",
     "worker.metrics_port": "flow/test_configured_worker.py::test_metrics_port_in_use_is_one_line",
-    "worker.metrics_bearer_file": "workers/observe/test_probe.py::test_beyond_loopback_a_token_is_required",
+    "worker.metrics_bearer_file": (
+        f"{CONFIGURED}::test_metrics_are_where_the_settings_say_for_readers_with_their_token"
+    ),
 }
 """The test, below tests/, that shows the effect of a setting, by its key."""
 

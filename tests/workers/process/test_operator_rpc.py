@@ -152,6 +152,17 @@ def test_code_outside_the_trusted_roots_is_refused(harness: Harness, tmp_path: P
         harness.run(operator_rpc.Inspect(str(folder)))
 
 
+def test_code_is_trusted_under_the_roots_of_the_settings(harness: Harness, tmp_path: Path):
+    """With PENSTOCK_TRUSTED_ROOTS, code there is read, and the models root is trusted no more."""
+    folder = write_double(tmp_path / "elsewhere")
+    write_double(harness.root)
+    settings = harness.settings.changed({"trusted_roots": (tmp_path / "elsewhere",)})
+    harness.rpc_server = OperatorRpcServer(settings, harness.broker, None)
+    assert harness.run(operator_rpc.Inspect(str(folder)), operator_rpc.InspectedPackage).source == str(folder)
+    with pytest.raises(ConfigurationError, match="trusted"):
+        harness.run(operator_rpc.Inspect("double/1"))
+
+
 @pytest.mark.parametrize("file", ["../x.onnx", "/tmp/x.onnx", "a/b.onnx", ".x", "..", "", "x\n.onnx"])
 def test_exports_stay_in_their_folder(harness: Harness, file: str):
     """No file name of a request leads out of the export folder (S0.5)."""

@@ -237,6 +237,22 @@ def test_a_missing_models_root_has_no_versions(models_root: Path, caplog: pytest
         repository.package("one", "1")
 
 
+def test_code_outside_the_trusted_roots_is_not_loaded(models_root: Path, tmp_path: Path):
+    """PENSTOCK_TRUSTED_ROOTS: a worker loads code from there only; without it, from its models root."""
+    write(models_root, "one", "1")
+
+    def package(trusted: Path | None) -> Package:
+        environ = {"PENSTOCK_INFERENCE_REPO_ROOT": str(models_root)}
+        if trusted is not None:
+            environ["PENSTOCK_TRUSTED_ROOTS"] = str(trusted)
+        return DiskRepository.of(Settings.load(environ=environ, cwd=tmp_path)).package("one", "1")
+
+    for trusted in (None, models_root, models_root / "one"):
+        assert package(trusted).spec.name == "one"
+    with pytest.raises(ConfigurationError, match="trusted"):
+        package(tmp_path / "elsewhere")
+
+
 def test_without_a_models_root_no_version_is_found():
     """A worker that was started with its packages finds no other versions."""
     assert EmptyRepository().labels("one") == []
