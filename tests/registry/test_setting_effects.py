@@ -48,7 +48,7 @@ PROOFS = {
     "preload": "workers/versions/test_lifecycle.py::test_nothing_is_loaded_at_start_without_preload",
     "load_timeout_s": "workers/test_followed_settings.py::test_loading_has_a_limit_at_start_too",
     "model_memory_mb": "workers/versions/test_version_mishaps.py::test_the_memory_limit_holds_from_the_start",
-    "precision": "workers/runtime/test_pipeline.py::test_pipeline_computes_in_the_precision_asked_for",
+    "precision": "workers/versions/test_policy.py::test_settings_apply_to_a_package_without_own_values",
     "timeout_seconds": "flow/test_limits.py::test_a_forward_beyond_its_limit_ends_only_its_own_process",
     "max_request_size_mb": f"{HERE}::test_requests_have_the_size_of_the_setting",
     "metrics_buckets": "flow/test_scaling.py::test_counts_of_two_workers_equal_the_jobs_sent",

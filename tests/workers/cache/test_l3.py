@@ -118,6 +118,13 @@ def _names(commands: Sequence[str]) -> list[str]:
     return [name for command in commands if (name := command.split()[0]) not in ("CLIENT", "HELLO")]
 
 
+def test_the_defaults_of_a_tier_of_a_program():
+    """CF-048: a Redis of this machine without TLS, a day, and five seconds for a call."""
+    config = L3CacheConfig()
+    assert (config.redis_url, config.tls_enabled) == ("redis://localhost:6379/0", False)
+    assert (config.ttl_seconds, config.socket_timeout) == (86_400, 5.0)
+
+
 def test_usable_on_its_own(redis_server: RedisServer):
     """put, get and delete under names of one's own; Redis shows the prefix and the lifetime (CF-048)."""
     with closing(L3Cache(L3CacheConfig(redis_url=redis_server.tcp_url, key_prefix="tenant_a:"))) as cache:

@@ -88,6 +88,7 @@ class Stage:
     """A models root, a drain over it, and both sides of the broker."""
 
     def __init__(self, root: Path, broker: Broker, make_broker: Callable[[], Broker]) -> None:
+        self.metrics = InferenceMetrics((0.1, 1.0))
         self.root = root
         # Decisions stay in a broker that tests share.
         self.model = f"scale-{os.getpid()}-{next(_numbers)}"
@@ -116,7 +117,7 @@ class Stage:
                 device="cpu",
                 threads=1,
                 listener=NullListener(),
-                metrics=InferenceMetrics((0.1, 1.0)),
+                metrics=self.metrics,
                 repository=DiskRepository(root, [root]),
                 verify=verify,
                 on_version_change=lambda *change: self.changes.append(change),
@@ -131,6 +132,11 @@ class Stage:
         """Labels of the versions that were built, in order."""
         file = self.root.parent / "loads"
         return file.read_text().split() if file.exists() else []
+
+    def loaded(self) -> dict[str, float]:
+        """The gauge model_loaded, by version."""
+        (family,) = [family for family in self.metrics.collect() if family.name == "model_loaded"]
+        return {sample.labels["version"]: sample.value for sample in family.samples}
 
     def submit(self, number: float = 1.0, version: str = "") -> str:
         """Submit one job; returns its id."""
@@ -284,13 +290,19 @@ def test_loading_has_a_limit(stage: Stage):
 
 
 def test_load_and_unload_on_demand(stage: Stage):
-    """Requested versions are loaded without a job and unloaded on request; the active version is never unloaded."""
+    """Requested versions are loaded without a job and unloaded on request; the active version is never unloaded.
+
+    The gauge model_loaded says which are loaded (IN-049).
+    """
     drain = stage.start()
+    assert stage.loaded() == {"2": 1}
     drain.lifecycle.request_load(stage.model, "1")
     wait_until(lambda: stage.state("1") == "ready", 5, "the version is loaded")
+    assert stage.loaded() == {"1": 1, "2": 1}
     drain.lifecycle.request_unload(stage.model, "1")
     drain.lifecycle.request_unload(stage.model, "2")
-    wait_until(lambda: stage.state("1") == "cold", 5, "the version is unloaded")
+    wait_until(lambda: stage.loaded() == {"1": 0, "2": 1}, 5, "the version is unloaded")
+    assert stage.state("1") == "cold"
     assert stage.answer() == ("2", 10.0)
     assert stage.state("2") == "ready"
     drain.lifecycle.request_load(stage.model, "no-such")
