@@ -224,6 +224,17 @@ def test_a_trace_is_named_in_the_log_and_beside_the_latency(
     assert [each.labels for each in found] == [{"trace_id": "4" * 32}]
 
 
+def test_the_time_of_a_job_is_told_in_parts(harness: Harness):
+    """In the queue and before the forward for each job, forward and commit for the batch, and the rows of the batch."""
+    jobs = [job_of(claimed=96.0, queue_ms=500.0), job_of(claimed=96.5, queue_ms=2500.0)]
+    harness.settle(*harness.ran_together(*jobs))
+    harness.telemetry.flush()
+    seconds = {part: harness.value(f"penstock_{part}_seconds_sum") for part in ("queue_wait", "batch_wait")}
+    assert seconds == {"queue_wait": 3.0, "batch_wait": 1.5}
+    assert (harness.value("penstock_compute_seconds_sum"), harness.value("penstock_commit_seconds_sum")) == (1.0, 0.5)
+    assert (harness.value("penstock_batch_rows_sum"), harness.value("infer_batch_size_sum")) == (2, 2)
+
+
 def test_look_ups_in_the_cache_are_counted_at_the_flush(harness: Harness):
     """Each once, by model and result."""
     job = job_of()
