@@ -18,7 +18,7 @@ from penstock.registry.webhooks.schedule import Answer, Failed
 from penstock.registry.webhooks.sending import WEBHOOK_FILE, keys_of, requests_of, secret_of
 from penstock.registry.webhooks.signing import body_of, headers_of
 
-__all__ = ["deliver", "described", "find_all", "made_secret", "send_test"]
+__all__ = ["deliver", "deliverer_of", "described", "find_all", "made_secret", "send_test"]
 
 _PAGE: Final = 200
 
@@ -34,18 +34,22 @@ def made_secret(settings: Settings) -> str:
 
 def deliver(settings: Settings, broker: WebhookEnd, listener: DeliveryListener) -> None:
     """Deliver webhooks until SIGTERM, SIGINT or SIGHUP. Raises ConfigurationError without a secret."""
-    webhooks, keys = settings.inference.webhooks, keys_of(settings)
-    limits = DelivererLimits(webhooks.in_flight, webhooks.per_host)
-    requests = requests_of(settings)
+    deliverer = deliverer_of(settings, broker, listener)
 
     async def run() -> None:
         stopping = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-        deliverer = Deliverer(broker, requests, keyring=settings.keyring, keys=keys, listener=listener, limits=limits)
         await deliverer.run(stopping)
 
     asyncio.run(run())
+
+
+def deliverer_of(settings: Settings, broker: WebhookEnd, listener: DeliveryListener) -> Deliverer:
+    """The deliverer of these settings. Raises ConfigurationError without a secret."""
+    webhooks, keys = settings.inference.webhooks, keys_of(settings)
+    limits, requests = DelivererLimits(webhooks.in_flight, webhooks.per_host), requests_of(settings)
+    return Deliverer(broker, requests, keyring=settings.keyring, keys=keys, listener=listener, limits=limits)
 
 
 def send_test(settings: Settings, url: str, event_id: str, now_s: float) -> Answer | Failed:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,14 +15,17 @@ import pytest
 from penstock import Client
 from penstock.compose.stack.fleet import Device
 from penstock.compose.stack.local import LocalStack
-from penstock.compose.webhooks import made_secret
+from penstock.compose.webhooks import deliverer_of, made_secret
 from penstock.registry import stack_file
+from penstock.registry.broker.memory import MemoryBroker
+from penstock.registry.broker.webhooks import WebhookCounts
 from penstock.registry.errors import ConfigurationError, InvalidInput
 from penstock.registry.settings import Settings
 from penstock.registry.webhook_secrets import new_secret
 from penstock.registry.webhooks.sending import secret_of
 from penstock.safety.alert_hooks import alert_webhook
 from penstock.safety.alerts import Alert, Alerts, BackgroundHook, alert_event
+from tests.conformance.jobs import ROOMY, claim, commit_of, publication, settle
 from tests.packages import write_double
 from tests.receiver import Call, Receiver, Reply, verify
 from tests.servers import ROOT, wait_until
@@ -53,6 +58,39 @@ def test_bad_secret_stops_the_start():
     with pytest.raises(ConfigurationError, match="PENSTOCK_WEBHOOK_SECRETS") as refused:
         Settings.load(environ={"PENSTOCK_WEBHOOK_SECRETS": "whsec_short"})
     assert "whsec_short" not in str(refused.value)
+
+
+class Unheard:
+    """Listens to nothing."""
+
+    def webhook_tried(self, model: str, outcome: str) -> None:
+        pass
+
+    def webhooks_counted(self, model: str, counts: WebhookCounts) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("limit", "tries"), [({}, 4), ({"PER_HOST": "2"}, 2), ({"IN_FLIGHT": "3"}, 3)])
+def test_tries_at_a_time_are_those_of_the_settings(home: Path, limit: dict[str, str], tries: int):
+    """webhooks.per_host and webhooks.in_flight bound the tries of one turn; by default a receiver gets four."""
+    named = {f"PENSTOCK_INFERENCE_WEBHOOKS_{name}": value for name, value in limit.items()}
+    allowed = {"PENSTOCK_WEBHOOK_SECRETS": new_secret(), "PENSTOCK_INFERENCE_WEBHOOKS_ALLOW": "127.0.0.1"}
+    broker = MemoryBroker(time.time)
+    with Receiver() as receiver:
+        jobs = [publication("double", webhook=receiver.url()) for _ in range(6)]
+        broker.publish("double", jobs, ROOMY)
+        settle(broker, "w", *map(commit_of, claim(broker, "w", "double")))
+
+        async def turn() -> None:
+            deliverer = deliverer_of(_settings(home, **allowed, **named), broker, Unheard())
+            await deliverer.turn()
+            await deliverer.join()
+            over = asyncio.Event()
+            over.set()
+            await deliverer.run(over)
+
+        asyncio.run(turn())
+        assert len(receiver.calls) == tries
 
 
 def test_a_refused_candidate_is_posted_once(home: Path):

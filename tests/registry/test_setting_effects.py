@@ -108,9 +108,9 @@ PROOFS = {
     "cache.lookup_timeout_ms": (
         "workers/cache/test_shared_tiers.py::test_a_tier_that_hangs_delays_no_job_beyond_the_limit"
     ),
-    "cache.producer_lookup": "producers/test_cached_answers.py::test_off_by_default",
+    "cache.producer_lookup": "producers/test_cached_answers.py::test_a_hit_costs_no_message",
     "queue.lease_s": "workers/test_leases.py::test_a_worker_that_loads_what_answers_stays_in_touch",
-    "queue.max_crashes": "workers/test_intake.py::test_a_job_with_fewer_crashes_than_allowed_runs_again",
+    "queue.max_crashes": "workers/test_poison.py::test_the_setting_says_after_how_many_crashes",
     "queue.progress_timeout_s": (
         "faults/test_lost_descriptors.py::test_a_drain_without_progress_is_replaced_whatever_the_reason"
     ),
@@ -170,9 +170,9 @@ PROOFS = {
     "webhooks.connect_timeout_s": (
         "compose/commands/test_webhooks.py::test_test_connects_within_the_limit_of_the_setting"
     ),
-    "webhooks.timeout_s": "producers/webhooks/test_delivery.py::test_hanging_receiver_does_not_stop_the_others",
-    "webhooks.in_flight": "producers/webhooks/test_delivery.py::test_every_model_has_its_turn",
-    "webhooks.per_host": "producers/webhooks/test_delivery.py::test_every_model_has_its_turn",
+    "webhooks.timeout_s": "compose/commands/test_webhooks.py::test_test_waits_within_the_limit_of_the_setting",
+    "webhooks.in_flight": "compose/test_webhooks.py::test_tries_at_a_time_are_those_of_the_settings",
+    "webhooks.per_host": "compose/test_webhooks.py::test_tries_at_a_time_are_those_of_the_settings",
     "safety.spot_check_share": (
         "workers/levels/test_spot_check.py::test_there_are_no_checks_without_a_share_or_of_random_models"
     ),

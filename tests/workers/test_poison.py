@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from penstock.registry.broker.base import State
 from tests.packages import write_package, write_recorder
 from tests.workers.stepped import (
     LEASE_S,
     SteppedHarness,
+    open_harness,
 )
 
 
@@ -49,6 +52,24 @@ def test_the_third_crash_makes_a_dead_letter(harness: SteppedHarness, models_roo
     assert (poison, State.DEAD, "DeadLettered") in last.notes.ends
     assert last.counted("penstock_dead_lettered") == 1
     assert [harness.answer(job) for job in neighbours] == [2, 4]
+
+
+@pytest.mark.parametrize("max_crashes", [1, 2])
+def test_the_setting_says_after_how_many_crashes(models_root: Path, forward_log: Path, max_crashes: int):
+    """queue.max_crashes: with so many, the job runs no more."""
+    write_recorder(models_root, forward_log)
+    for harness in open_harness(models_root, queue={"lease_s": LEASE_S, "max_crashes": max_crashes}):
+        (poison,) = harness.publish("recorder", 666)
+        for _ in range(max_crashes):
+            worker = harness.start_worker()
+            harness.pass_time(LEASE_S + 1)
+            worker.turn(2)
+            assert worker.begin() is not None
+            harness.crash(worker)
+        last = harness.start_worker()
+        harness.pass_time(LEASE_S + 1)
+        assert last.forwards() == []
+        assert (harness.state(poison), harness.answer(poison)) == (State.DEAD, "DeadLettered")
 
 
 def test_drains_releases_and_lapsed_leases_make_no_job_a_suspect(

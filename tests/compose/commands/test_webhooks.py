@@ -17,7 +17,7 @@ from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.webhook_secrets import new_secret
 from penstock.workers.process.exit_status import EXIT_CONFIGURATION
 from tests.compose.conftest import penstock
-from tests.receiver import Call, Receiver, Reply, verify
+from tests.receiver import HANG, Call, Receiver, Reply, verify
 from tests.servers import ROOT, Process, RedisServer, free_port, wait_until
 
 SECRET = new_secret()
@@ -126,6 +126,15 @@ def test_test_connects_within_the_limit_of_the_setting(tmp_path: Path):
         shown = penstock(tmp_path, "webhooks", "test", url, **ALLOWED, **limit)
     assert shown.exit_code == 1
     assert "none within 0.25 s" in shown.stdout
+
+
+def test_test_waits_within_the_limit_of_the_setting(tmp_path: Path):
+    """webhooks.timeout_s: a receiver that takes the event and never answers is given up after it."""
+    limit = {"PENSTOCK_INFERENCE_WEBHOOKS_TIMEOUT_S": "0.5"}
+    with Receiver(lambda call: HANG) as hanging:
+        shown = penstock(tmp_path, "webhooks", "test", hanging.url(), **ALLOWED, **limit)
+    assert shown.exit_code == 1
+    assert "no answer within 0.5 s" in shown.stdout
 
 
 def test_secret_is_made_and_printed(tmp_path: Path):

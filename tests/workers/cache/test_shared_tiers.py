@@ -28,7 +28,7 @@ from tests.workers.doubles import job_of, ready_version
 from tests.workers.runtime.formats import write_pytorch
 from tests.workers.stepped import SteppedHarness, SteppedWorker, open_harness
 
-TIMEOUT_S = 0.05
+TIMEOUT_S = 0.03
 LIFETIME_S = 100.0
 
 
