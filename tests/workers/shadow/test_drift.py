@@ -219,9 +219,9 @@ def test_the_reference_window_is_that_of_the_settings():
 
 
 def test_the_smoothing_is_that_of_the_settings():
-    """drift_smoothing: the chart of heavy new values finds a large shift within three pairs."""
-    assert not _opens(-0.0005, changed=3)
-    assert _opens(-0.0005, changed=3, drift_smoothing=0.9, drift_width=2.0)
+    """drift_smoothing: under one limit, the chart of heavy new values alone finds a large shift within three pairs."""
+    assert not _opens(-0.001, changed=3, drift_width=3.0)
+    assert _opens(-0.001, changed=3, drift_smoothing=0.9, drift_width=3.0)
 
 
 def test_adwin_of_the_settings_finds_a_small_change():
