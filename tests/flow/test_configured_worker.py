@@ -77,6 +77,10 @@ def test_settings_of_the_folder_reach_the_worker(
             "penstock: Unknown model 'triple'. It has no package. Expected a package under the models root",
         ),
         (
+            {"PENSTOCK_HEARTBEAT_FD": "99"},
+            "penstock: PENSTOCK_HEARTBEAT_FD=99 is not an open pipe. A supervisor sets it: leave it unset otherwise",
+        ),
+        (
             ENCRYPTED,
             "penstock: The worker does not start, because of a security check. privacy configuration: there is no key "
             "for data at rest; no redact_patterns and no redact_detectors: answers with personal data are stored, too. "
@@ -88,7 +92,7 @@ def test_settings_of_the_folder_reach_the_worker(
             "bytes as 64 hex digits or as base64; `penstock keys generate` makes such a key",
         ),
     ],
-    ids=["misspelt setting", "missing package", "missing data key", "short data key"],
+    ids=["misspelt setting", "missing package", "no supervisor", "missing data key", "short data key"],
 )
 def test_worker_that_cannot_work_says_so_in_one_line(
     environment: dict[str, str], line: str, shared_redis: RedisServer, models_root: Path, start_worker: StartWorker
