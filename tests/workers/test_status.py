@@ -54,6 +54,23 @@ def test_a_worker_that_has_stopped_is_not_reported_any_more(
     assert harness.broker.workers() == []
 
 
+def test_depth_and_age_of_each_queue_are_metrics(harness: SteppedHarness, models_root: Path):
+    """Jobs that wait or run by priority, and for how many seconds the oldest one has waited; none: 0."""
+    write_double(models_root)
+    worker = harness.start_worker()
+    harness.publish("double", 1, 2, priority="high")
+    harness.now += 7.0
+    harness.publish("double", 3, priority="low")
+    worker.drain.leases.tick()
+
+    def by_priority(metric: str) -> dict[str, float]:
+        (family,) = [family for family in worker.metrics.collect() if family.name == metric]
+        return {sample.labels["priority"]: sample.value for sample in family.samples}
+
+    assert by_priority("penstock_queue_depth") == {"critical": 0, "high": 2, "normal": 0, "low": 1}
+    assert by_priority("penstock_queue_age_seconds") == {"critical": 0, "high": 7.0, "normal": 0, "low": 0}
+
+
 SECRET = base64.b64encode(b"s" * 32).decode()
 
 

@@ -147,6 +147,12 @@ def test_metrics_count_requests(http: httpx.Client):
         if sample.name.endswith("_total")
     }
     assert {("/v1/models/{name}", "200"), ("/v1/models/{name}", "404")} <= counted
+    timed = {
+        sample.labels["route"]: sample.value
+        for sample in families["penstock_http_seconds"].samples
+        if sample.name.endswith("_count")
+    }
+    assert timed["/v1/models/{name}"] >= 2
     assert "nothing" not in page.text
 
 
