@@ -21,6 +21,7 @@ from penstock.registry.settings import Settings
 from penstock.registry.shadow import ShadowOrder
 from penstock.safety.canary import CanaryState, CanaryVerdict
 from penstock.safety.validators import Verdict
+from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.shadow.consumer import ComparedPair, ShadowWorker
 from tests.packages import write_package
 from tests.servers import RedisServer, wait_until
@@ -111,11 +112,14 @@ def open_shadow(shared_redis: RedisServer, models_root: Path, slot: str) -> Iter
 
 
 def test_each_pair_is_compared_once_and_deleted(open_shadow: OpenShadow):
-    """The figures are those of the pairs, in their order; nothing is left in the queue."""
-    shadow = open_shadow()
+    """The figures are those of the pairs, in their order; nothing is left in the queue. The metrics count them."""
+    shadow, metrics = open_shadow(), InferenceMetrics((1.0,))
     shadow.mirror(1, 2, 3)
     shadow.mirror(4, factor=3.0)
-    assert shadow.run(shadow.worker(), 4) == {"pass": 3, "fail": 1}
+    assert shadow.run(shadow.worker(metrics=metrics), 4) == {"pass": 3, "fail": 1}
+    (family,) = [family for family in metrics.collect() if family.name == "penstock_shadow_compared"]
+    counted = {sample.labels["outcome"]: sample.value for sample in family.samples}
+    assert (counted, family.samples[0].labels["model_version"]) == ({"pass": 3, "fail": 1}, "1")
     state = shadow.end.state(shadow.model)
     assert (state.pairs, state.flow["bytes"]) == (0, "0")
     assert [each.comparison.outcome for each in shadow.compared] == ["pass"] * 3 + ["fail"]
