@@ -87,7 +87,7 @@ def test_healthy_candidate_takes_every_step():
             state = decision.state
         if decision.action is Action.COMPLETE:
             break
-    assert shares == list(STEPS)
+    assert shares == [1, 5, 10, 25, 50, 100]
     assert [after - before for before, after in pairwise(times)] == [60] * len(STEPS)
 
 

@@ -241,6 +241,7 @@ def test_history_keeps_a_hundred_productions(models_root: Path, tmp_path: Path, 
             catalog.client.promote(slot, "123"[number % 3], step)
     history = catalog.client.history(slot)
     entered = tuple(step.version for step in history if step.enters_production)
+    assert len(entered) == HISTORY == 100
     assert entered == tuple("123"[number % 3] for number in range(1, HISTORY + 1))
     assert history[-1].productions == entered
     assert [step.epoch for step in history] == [*range(history[0].epoch, 3 + 2 * (HISTORY + 1) + 1)]
