@@ -198,7 +198,7 @@ PROOFS = {
     "tenant_id": "registry/test_admission.py::test_header_carries_what_the_caller_said",
     "trusted_roots": "workers/versions/test_repository.py::test_code_outside_the_trusted_roots_is_not_loaded",
     "signing_keys": "flow/test_celery.py::test_the_task_endpoint_is_closed_while_jobs_are_signed",
-    "webhook_secrets": "compose/test_webhooks.py::test_bad_secret_stops_the_start",
+    "webhook_secrets": "compose/test_webhooks.py::test_secret_of_a_home_is_made_once",
     "worker.index": "compose/stack/test_fleet.py::test_a_cpu_worker_sees_no_gpu",
     "worker.models": "workers/test_assembly.py::test_a_worker_that_was_started_for_some_models_accepts_no_others",
     "worker.heartbeat_fd": f"{CONFIGURED}::test_worker_that_cannot_work_says_so_in_one_line",
