@@ -138,8 +138,10 @@ class Intake:
             return
         if self._arms is not None:
             self._arms.stopped(header)
-        version = self._version_of(delivery.slot)
-        self._metrics.dead_lettered(delivery.slot, version, route_of(header.model, header.reply))
+        version, route = self._version_of(delivery.slot), route_of(header.model, header.reply)
+        self._metrics.dead_lettered(delivery.slot, version, route)
+        self._metrics.requests(delivery.slot, route)
+        self._metrics.outcome(delivery.slot, version, route, State.DEAD.name.lower())
         at, failure = time.time(), Failure("DeadLettered", reason)
         self._listener.received([header], at)
         self._listener.finished([Ended(header, State.DEAD, 0.0, failure, version)], at)

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from penstock.registry.broker.base import Broker, Depth
+from penstock.registry.broker.base import Broker, Depth, State
 from penstock.registry.broker.limits import OBSERVATIONS_TTL_MS
 from penstock.registry.envelope import Keyring
 from penstock.registry.key_reports import key_report
@@ -119,7 +119,9 @@ class StatusReporter:
         self._read_pauses(names)
         self._mirror.follow(names, self._broker.now_ms())
         for name in self.paused:
-            self._overdue.end_some(name, self._broker.now_ms())
+            if ended := self._overdue.end_some(name, self._broker.now_ms()):
+                self._metrics.requests(name, "", ended)
+                self._metrics.outcome(name, "", "", State.EXPIRED.name.lower(), ended)
         depths = {name: self._broker.depths(name) for name in names}
         for name, each in depths.items():
             for depth in each:

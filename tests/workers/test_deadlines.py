@@ -106,8 +106,9 @@ def test_a_follower_that_has_begun_gets_the_answer(harness: SteppedHarness):
 
 
 def test_overdue_jobs_of_a_paused_model_end(harness: SteppedHarness):
-    """A paused model hands out nothing: its workers end the jobs whose time has passed, and only these."""
-    harness.start_worker()
+    """A paused model hands out nothing: its workers end the jobs whose time has passed, and only these, and count
+    them."""
+    worker = harness.start_worker()
     harness.broker.pause("double")
     harness.pass_time(2)
     late, patient = harness.publish("double", 1, deadline_s=1), harness.publish("double", 2, deadline_s=60)
@@ -116,6 +117,7 @@ def test_overdue_jobs_of_a_paused_model_end(harness: SteppedHarness):
     harness.pass_time(3)
     assert harness.state(late[0]) is State.EXPIRED
     assert harness.answer(late[0]) == "Expired"
+    assert (worker.counted("penstock_jobs"), worker.counted("infer_requests")) == (1, 1)
     assert harness.state(patient[0]) is State.QUEUED
     assert sum(depth.jobs for depth in harness.broker.depths("double")) == 1
     harness.broker.resume("double")

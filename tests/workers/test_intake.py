@@ -225,6 +225,8 @@ def test_poison_becomes_a_dead_letter_at_once_unless_another_worker_has_it(is_lo
     assert harness.record().state is (State.QUEUED if is_lost else State.DEAD)
     assert harness.listener.steps == ([] if is_lost else [(ID, None, ""), (ID, State.DEAD, "7")])
     assert counted(harness.metrics, "penstock_dead_lettered", "7", "queue") == (not is_lost)
+    assert counted(harness.metrics, "penstock_jobs", "7", "queue") == (not is_lost)
+    assert counted(harness.metrics, "infer_requests") == (not is_lost)
 
 
 def test_a_job_with_fewer_crashes_than_allowed_runs_again(harness: Harness):
