@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from typing import Any, Final
 
 import msgspec
 
@@ -18,6 +19,8 @@ from penstock.producers.gateway.routing import Route
 from penstock.registry.errors import BrokerUnavailable
 
 __all__ = ["HealthRoutes"]
+
+_USAGE_S: Final = 2.0
 
 
 class Readiness(msgspec.Struct):
@@ -87,10 +90,11 @@ class HealthRoutes:
         await exchange.answer(200 if versions else 503, msgspec.json.encode({**facts, "models": versions}))
 
     async def show_metrics(self, exchange: Exchange) -> None:
-        """GET /metrics."""
+        """GET /metrics. Without the usage of API keys when the broker does not answer soon: a scrape ends after 5 s."""
         try:
-            usage = await self._client.usage()
-        except BrokerUnavailable:
+            async with asyncio.timeout(_USAGE_S):
+                usage = await self._client.usage()
+        except (BrokerUnavailable, TimeoutError):
             usage = {}
         kind, page = self._figures.page(usage)
         await exchange.answer(200, page, kind)
