@@ -101,7 +101,6 @@ class Gateway:
         elif kind == "websocket":
             parts = self._parts or self._open()
             await parts.websockets.serve(scope, receive, send)
-            parts.show_open()
 
     async def aclose(self) -> None:
         """Ends open streams and disconnects. A later request connects again."""
@@ -160,7 +159,6 @@ class Gateway:
         finally:
             parts.access.leave()
         parts.figures.count(route.path if route else "", exchange.method, exchange.status, now() - begun)
-        parts.show_open()
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -198,8 +196,8 @@ class _Parts:
         self.keys = KeyCopy(_RegisteredKeys(settings.registry_url).since)
         self.access = Access(settings, self.keys, limits, count=self.figures.count_key)
         self.address_header = server.address_header.encode("ascii")
-        self.jobs = Jobs(self.client, server.max_waiting, inference.timeout_seconds)
-        self.places = StreamPlaces(server.max_streams)
+        self.jobs = Jobs(self.client, server.max_waiting, inference.timeout_seconds, self.show_open)
+        self.places = StreamPlaces(server.max_streams, self.show_open)
         self.streams = EventStreams(self.places, heartbeat_s=heartbeat_s)
         self.rpc: RpcServer | None = None
         self.pages = pages = WebPages(server)

@@ -9,7 +9,7 @@ tells clients when to come back, to this process or to another one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any, Final
 
@@ -43,10 +43,14 @@ class StreamsStopped(Exception):
 
 
 class StreamPlaces:
-    """The places of event streams and WebSockets in one process. most: places."""
+    """The places of event streams and WebSockets in one process. most: places.
 
-    def __init__(self, most: int) -> None:
+    on_change: called when `taken` has changed.
+    """
+
+    def __init__(self, most: int, on_change: Callable[[], None]) -> None:
         self._most = most
+        self._on_change = on_change
         self.taken = 0
 
     @contextmanager
@@ -55,10 +59,12 @@ class StreamPlaces:
         if self.taken >= self._most:
             raise QueueFull(f"{self._most} streams are open in this process. Expected a retry after 1 s", 1)
         self.taken += 1
+        self._on_change()
         try:
             yield
         finally:
             self.taken -= 1
+            self._on_change()
 
 
 class EventStreams:

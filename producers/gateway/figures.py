@@ -24,6 +24,10 @@ __all__ = ["MOST_KEYS", "GatewayFigures"]
 MOST_KEYS: Final = 1000
 """Keys with series of their own; the others are counted together: Prometheus holds each series for weeks."""
 _OTHER: Final = "other"
+_METHODS: Final = frozenset(
+    ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "WEBSOCKET")
+)
+"""Methods with series of their own: some servers let clients send any word."""
 
 
 class GatewayFigures:
@@ -52,6 +56,8 @@ class GatewayFigures:
 
     def count(self, route: str, method: str, status: int, seconds: float) -> None:
         """One answered request. route: the path with names in braces."""
+        if method not in _METHODS:
+            method = _OTHER
         found = self._counters.get((route, method, status))
         if found is None:
             found = self._requests.labels(route, method, str(status)), self._seconds.labels(route)

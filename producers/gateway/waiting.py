@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
@@ -76,11 +76,15 @@ class Finished(NamedTuple):
 
 @dataclass(slots=True)
 class Jobs:
-    """The jobs of one process. max_waiting: requests that wait for a job at a time. wait_s: how long they wait."""
+    """The jobs of one process. max_waiting: requests that wait for a job at a time. wait_s: how long they wait.
+
+    on_change: called when `waiting` has changed.
+    """
 
     client: GatewayClient
     max_waiting: int
     wait_s: float
+    on_change: Callable[[], None]
     waiting: int = 0
     _waiters: dict[str, int] = field(default_factory=dict)
     """How many requests of this process wait for a job, by its id."""
@@ -241,9 +245,11 @@ class _Place:
                 _FULL_RETRY_S,
             )
         jobs.waiting += 1
+        jobs.on_change()
 
     def __exit__(self, *_: object) -> None:
         self._jobs.waiting -= 1
+        self._jobs.on_change()
 
 
 class _Waiter:
