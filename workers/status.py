@@ -134,7 +134,8 @@ class StatusReporter:
         memory.expire()
         self._metrics.cache_size(memory.name, len(memory), memory.nbytes, memory.evicted)
         for tier, stats in self._answers.tier_stats().items():
-            self._metrics.cache_size(tier, stats.entries, stats.nbytes, stats.evicted)
+            if stats.is_size_known:
+                self._metrics.cache_size(tier, stats.entries, stats.nbytes, stats.evicted)
             faults = {"error": stats.errors, "skipped": stats.skipped, "refused": stats.refused}
             self._metrics.cache_faults(tier, faults)
         self._metrics.cache_faults("", self._answers.faults())

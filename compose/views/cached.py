@@ -34,6 +34,8 @@ def draw_caches(found: list[dict[str, Any]]) -> RenderableType:
 
 
 def _cells(stats: dict[str, int]) -> list[str]:
-    counts = [stats.get(name) for name in ("hits", "misses", "evicted", "refused", "errors")]
+    known = stats if stats.get("is_size_known", True) else {**stats, "evicted": None}
+    counts = [known.get(name) for name in ("hits", "misses", "evicted", "refused", "errors")]
     shown = ["" if count is None else f"{count:,}" for count in counts]
-    return [f"{stats['entries']:,}", f"{stats['nbytes'] / _MIB:,.1f}", *shown]
+    size = [f"{stats['entries']:,}", f"{stats['nbytes'] / _MIB:,.1f}"] if known is stats else ["", ""]
+    return [*size, *shown]

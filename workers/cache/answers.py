@@ -82,7 +82,8 @@ class AnswerCache:
 
     def asks(self, version: ServedVersion) -> bool:
         """Whether the tiers behind the memory are asked for answers of this version."""
-        return self.tiers is not None and self.tiers.is_open and bool(version.content_hash)
+        group = version.content_hash
+        return self.tiers is not None and bool(group) and self.tiers.is_open(group)
 
     def ask(self, version: ServedVersion, jobs: Sequence[ClaimedJob]) -> None:
         """Look up the answers to jobs that the memory lacks in the tiers behind it; see take_answered."""

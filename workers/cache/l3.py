@@ -101,7 +101,7 @@ class L3Cache:
         self._entries = SharedEntries(config.key_prefix, data_keys)
         self._ahead_ms: int | None = None
         """The server's clock minus ours, as of the last answer; None before the first one."""
-        self._stats = TierStats()
+        self._stats = TierStats(is_size_known=False)
         self._lock = threading.Lock()
 
     @property

@@ -48,6 +48,8 @@ class TierStats:
     """Calls that were not made, because the tier was broken shortly before."""
     entries: int = 0
     nbytes: int = 0
+    is_size_known: bool = True
+    """Whether the tier counts `entries`, `nbytes`, `evicted` and `expired`."""
 
 
 class Tier(Protocol):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -73,6 +73,8 @@ class Question:
     jobs: Sequence[ClaimedJob]
     keys: list[EntryKey]
     asked: float
+    removals: int
+    """How many removals had begun. What is found after a further one may be an entry that it removes."""
     is_over: bool = False
     """Whether the I/O thread waits no longer."""
 
@@ -126,6 +128,10 @@ class SharedTiers:
         self._questions: SimpleQueue[Question | None] = SimpleQueue()
         self._writes: SimpleQueue[Write | Callable[[], object] | None] = SimpleQueue()
         self._waiting_bytes = 0
+        self._removals = 0
+        """Removals that have begun."""
+        self._removing: Counter[str] = Counter()
+        """Those that have not ended, by content; empty: of all entries."""
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._is_closed = False
@@ -135,21 +141,23 @@ class SharedTiers:
         """The names of the tiers, the nearest first."""
         return tuple(tier.name for tier in self._tiers)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether there is anything to ask: a tier, and none that hangs."""
-        return bool(self._tiers) and self._stuck is None
+    def is_open(self, group: str) -> bool:
+        """Whether there is anything to ask for this content: a tier, none that hangs, and no removal of its entries."""
+        return bool(self._tiers) and self._stuck is None and not self._is_removing(group)
 
     # Reads
 
     def ask(self, version: ServedVersion, jobs: Sequence[ClaimedJob]) -> None:
         """Look up the answers to jobs that have digests; see take_answered."""
         self._start()
-        group = version.content_hash
+        group, removals = version.content_hash, self._removals
+        if self._is_removing(group):
+            # It has begun since `is_open`: the question is void.
+            removals -= 1
         for start in range(0, len(jobs), _MOST_ASKED):
             part = jobs[start : start + _MOST_ASKED]
             keys = [self._key_of(group, job) for job in part]
-            question = Question(version, part, keys, self._clock())
+            question = Question(version, part, keys, self._clock(), removals)
             self._open.append(question)
             self._questions.put(question)
 
@@ -162,6 +170,8 @@ class SharedTiers:
                 self._stuck = None
             if not question.is_over:
                 question.is_over = True
+                if question.removals != self._removals:
+                    answers = [None] * len(question.jobs)
                 taken.append(LookedUp(question.version, question.jobs, answers))
         while self._open and self._open[0].is_over:
             self._open.popleft()
@@ -198,15 +208,16 @@ class SharedTiers:
                     break
                 questions.append(following)
                 size += len(following.keys)
-        # A question that the I/O thread gave up costs no look-up.
-        keys = [() if each.is_over else each.keys for each in questions]
-        found = iter(self._find([*chain.from_iterable(keys)]))
+        removals = self._removals
+        # A question that the I/O thread gave up, or that a removal has made void, costs no look-up.
+        keys = [() if each.is_over or each.removals != removals else each.keys for each in questions]
+        found = iter(self._find([*chain.from_iterable(keys)], removals))
         for question, asked in zip(questions, keys, strict=True):
             self._answered.append((question, [_answer_of(value) for value in islice(found, len(asked))]))
         self._ring()
 
-    def _find(self, keys: list[EntryKey]) -> list[tuple[Found, str] | None]:
-        """What the first tier that has it holds under each key, and its name."""
+    def _find(self, keys: list[EntryKey], removals: int) -> list[tuple[Found, str] | None]:
+        """What the first tier that has it holds under each key, and its name. removals: that had begun before."""
         found: list[tuple[Found, str] | None] = [None] * len(keys)
         missing = [*range(len(keys))]
         promoted: list[Put] = []
@@ -224,7 +235,7 @@ class SharedTiers:
                     promoted.append(Put(keys[number], value.value, value.ttl_s))
             missing = still
         if promoted:
-            self._promote(promoted)
+            self._promote(promoted, removals)
         return found
 
     def _guarded(self, tier: Tier, keys: Sequence[EntryKey]) -> Sequence[Found | None]:
@@ -247,13 +258,14 @@ class SharedTiers:
         if self._reserve(nbytes, len(kept)):
             self._writes.put(Write(form, self._clock() + ttl_s, kept, nbytes))
 
-    def _promote(self, puts: Sequence[Put]) -> None:
-        """Write what a further tier had to the nearest one; the caller does not wait."""
+    def _promote(self, puts: Sequence[Put], removals: int) -> None:
+        """Write what a further tier had to the nearest one, unless a removal begins before; the caller does not wait."""
         nbytes = sum([len(put.value) + _ENTRY_BYTES for put in puts])
 
         def write() -> None:
             try:
-                self._tiers[0].put_many(puts)
+                if removals == self._removals:
+                    self._tiers[0].put_many(puts)
             finally:
                 self._release(nbytes)
 
@@ -313,16 +325,36 @@ class SharedTiers:
     # Any thread
 
     def forget(self, content_hash: str) -> None:
-        """Remove every entry of this content, soon."""
+        """Remove every entry of this content, soon. From now on no look-up gives one that was there."""
         if self._tiers and content_hash:
-            self._start()
-            self._writes.put(lambda: [tier.forget(content_hash) for tier in self._tiers])
+            self._remove(content_hash, lambda tier: tier.forget(content_hash))
 
     def clear(self) -> None:
-        """Remove every entry of this cache, soon."""
+        """Remove every entry of this cache, soon; see `forget`."""
         if self._tiers:
-            self._start()
-            self._writes.put(lambda: [tier.clear() for tier in self._tiers])
+            self._remove("", lambda tier: tier.clear())
+
+    def _remove(self, group: str, remove: Callable[[Tier], int]) -> None:
+        """Remove the entries of a group, or of all where it is empty."""
+
+        def perform() -> None:
+            try:
+                for tier in self._tiers:
+                    remove(tier)
+            finally:
+                with self._lock:
+                    self._removing[group] -= 1
+                    if not self._removing[group]:
+                        del self._removing[group]
+
+        self._start()
+        with self._lock:
+            self._removing[group] += 1
+            self._removals += 1
+        self._writes.put(perform)
+
+    def _is_removing(self, group: str) -> bool:
+        return bool(self._removing) and (group in self._removing or "" in self._removing)
 
     def stats(self) -> dict[str, TierStats]:
         """The counters by tier."""

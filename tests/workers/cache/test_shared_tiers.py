@@ -440,8 +440,81 @@ def test_the_report_shows_each_tier(stage: Stage):
     assert shown["l1"]["entries"] == 1
     assert (shown["l2"]["hits"], shown["l2"]["errors"]) == (3, 2)
     assert shown["tiers"] == {"timeout": 0, "unwritten": 0, "withheld": 0}
+    stage.l3._stats = TierStats(is_size_known=False)
     stage.worker.drain.parts.status.report(is_ready=True)
     assert stage.worker.counted("penstock_cache_faults") == 2
+    (entries,) = [family for family in stage.worker.metrics.collect() if family.name == "penstock_cache_entries"]
+    assert {sample.labels["tier"] for sample in entries.samples} == {"l1", "l2"}, "Redis does not tell it"
+
+
+def _remove(stage: Stage, how: str) -> None:
+    """Ask for the removal of all entries, or of those of the version."""
+    cache = stage.worker.drain.parts.answers
+    (version,) = stage.worker.drain.lifecycle.turns
+    if how == "clear":
+        cache.clear()
+    else:
+        cache.forget(version.content_hash)
+
+
+@pytest.mark.parametrize("how", ["clear", "forget"])
+def test_a_look_up_beside_a_removal_keeps_no_entry(stage: Stage, forwards: Any, how: str):
+    """What was found before is not given, and is in no memory afterwards."""
+    stage.run(7)
+    stage.forget_memory()
+    stage.harness.publish("m", 7)
+    stage.worker.turn(2)
+    stage.tiers.read()
+    _remove(stage, how)
+    stage.tiers.write()
+    stage.worker.turn(1)
+    assert len(stage.worker.drain.parts.answers.memory) == 0
+    stage.end_jobs()
+    assert forwards() == [7, 7]
+
+
+@pytest.mark.parametrize("how", ["clear", "forget"])
+def test_a_promotion_behind_a_removal_writes_nothing(stage: Stage, forwards: Any, how: str):
+    """L3 is read while its removal waits for the thread of the writes. Until then nothing is asked, and then it is."""
+    stage.run(7)
+    stage.l2.entries.clear()
+    stage.forget_memory()
+    stage.harness.publish("m", 7)
+    stage.worker.turn(2)
+    _remove(stage, how)
+    stage.harness.publish("m", 8)
+    stage.worker.turn(2)
+    looked_up = len(stage.l3.asked)
+    stage.tiers.read()
+    assert len(stage.l3.asked) == looked_up
+    stage.tiers.write()
+    assert not stage.l2.entries
+    assert not stage.l3.entries
+    stage.end_jobs()
+    stage.forget_memory()
+    stage.run(7, 8)
+    assert sorted(forwards()) == [7, 7, 8]
+
+
+@pytest.mark.parametrize("how", ["clear", "forget"])
+def test_a_promotion_that_was_read_before_a_removal_writes_nothing(stage: Stage, how: str):
+    """It waits for the thread of the writes behind a removal that came first."""
+    stage.run(7)
+    stage.l2.entries.clear()
+    stage.forget_memory()
+    stage.harness.publish("m", 7)
+    stage.worker.turn(2)
+    find = stage.l3.get_many
+
+    def found_before_removal(keys: Any) -> Any:
+        found = find(keys)
+        _remove(stage, how)
+        return found
+
+    stage.l3.get_many = found_before_removal  # type: ignore[method-assign]
+    stage.tiers.read()
+    stage.tiers.write()
+    assert not stage.l2.entries
 
 
 def test_a_cleared_cache_is_empty_in_every_tier(stage: Stage, forwards: Any):
