@@ -259,7 +259,7 @@ class SharedTiers:
             self._writes.put(Write(form, self._clock() + ttl_s, kept, nbytes))
 
     def _promote(self, puts: Sequence[Put], removals: int) -> None:
-        """Write what a further tier had to the nearest one, unless a removal begins before; the caller does not wait."""
+        """Write what a further tier had to the nearest one, unless a removal begins first; the caller does not wait."""
         nbytes = sum([len(put.value) + _ENTRY_BYTES for put in puts])
 
         def write() -> None:
