@@ -52,6 +52,7 @@ from penstock.producers.gateway.web_pages import WebPages
 from penstock.producers.gateway.websocket import WebSockets
 from penstock.registry import garbage
 from penstock.registry.api_keys import ApiKey
+from penstock.registry.bearer_file import presents, read_bearer
 from penstock.registry.errors import PenstockError
 from penstock.registry.settings import Settings
 
@@ -146,7 +147,7 @@ class Gateway:
         parts.access.leave()
         try:
             route, exchange.words = parts.routes.find(exchange.method, exchange.path)
-            if (right := route.right) != "nothing":
+            if (right := route.right) != "nothing" and not parts.is_scrape(exchange, route):
                 exchange.entry = await parts.enter(exchange, right, route.path)
             await route.handler(exchange)
         except CallerRevoked as error:
@@ -195,6 +196,7 @@ class _Parts:
         self.figures = GatewayFigures()
         self.keys = KeyCopy(_RegisteredKeys(settings.registry_url).since)
         self.access = Access(settings, self.keys, limits, count=self.figures.count_key)
+        self._metrics_token = read_bearer(settings.worker.metrics_bearer_file)
         self.address_header = server.address_header.encode("ascii")
         self.jobs = Jobs(self.client, server.max_waiting, inference.timeout_seconds, self.show_open)
         self.places = StreamPlaces(server.max_streams, self.show_open)
@@ -244,6 +246,12 @@ class _Parts:
     def show_open(self) -> None:
         """Brings the figures of open requests up to date."""
         self.figures.set_open(self.jobs.waiting, self.places.taken)
+
+    def is_scrape(self, exchange: Exchange, route: Route) -> bool:
+        """Whether a request has the token of those who read metrics. It opens that page, and no other route."""
+        return route.handler == self.health.show_metrics and presents(
+            exchange.credentials.authorization, self._metrics_token
+        )
 
     async def enter(self, exchange: Exchange, right: Needs, route: str) -> Entry:
         """Admits the present task for the caller of a request. Raises as Access, WebPages and check_grammar do."""

@@ -142,13 +142,16 @@ HOSTS = {"127.0.0.1:8080": 200, "localhost": 200, "nginx": 200, "gateway:8000": 
 
 
 def test_keys_can_be_switched_on(redis_server: RedisServer, tmp_path: Path):
-    """With GATEWAY_ACCESS=required and nothing else, `penstock keys create` in one replica opens another one."""
+    """With GATEWAY_ACCESS=required and nothing else, `penstock keys create` in one replica opens another one. The token
+    of Prometheus opens the page of metrics alone."""
     shipped = SERVICES["gateway"]["environment"]
-    files = tmp_path / "files"
+    files, token = tmp_path / "files", tmp_path / "metrics_token"
     files.mkdir()
+    token.write_text("t0ken\n")
     environment = {
         "PENSTOCK_INFERENCE_SERVER_API_KEYS": VARIABLE.sub("required", shipped["PENSTOCK_INFERENCE_SERVER_API_KEYS"]),
         "PENSTOCK_REGISTRY_URL": _filled(shipped["PENSTOCK_REGISTRY_URL"]).replace("/files/", f"{files}/"),
+        "PENSTOCK_METRICS_BEARER_FILE": str(token),
     }
     gateways = [GatewayProcess(redis_server, tmp_path / f"gateway{n}", environment=environment) for n in range(2)]
     try:
@@ -169,6 +172,11 @@ def test_keys_can_be_switched_on(redis_server: RedisServer, tmp_path: Path):
                 lambda: http.get("/v1/models", headers={"X-API-Key": key}).status_code == 200, 30, "the key opens it"
             )
             assert http.get("/v1/models").status_code == 401
+            scrape = {"Authorization": "Bearer t0ken"}
+            found = [http.get(path, headers=scrape).status_code for path in ("/metrics", "/v1/models", "/openapi.json")]
+            assert found == [200, 401, 200]
+            assert http.get("/metrics").status_code == 401
+            assert http.get("/metrics", headers={"Authorization": "Bearer t0ke"}).status_code == 401
     finally:
         for gateway in gateways:
             gateway.stop()
@@ -269,15 +277,15 @@ def _environment(service: str) -> list[str]:
 
 
 def test_prometheus_reads_every_worker_with_the_token():
-    """Each file has the port of a CPU worker, or those of eight GPUs, with the workers' token; and the gateways."""
+    """Each file has the port of a CPU worker, or those of eight GPUs, and the gateways, all with the same token."""
     for name, ports in (("prometheus.yml", {9464}), ("gpu.yml", set(range(9464, 9472)))):
         job, gateways = yaml.safe_load((COMPOSE / "prometheus" / name).read_text())["scrape_configs"]
         (replicas,) = gateways["dns_sd_configs"]
         assert (replicas["names"], str(replicas["port"])) == (["gateway"], SERVICES["gateway"]["command"][-1])
-        assert (
-            job["authorization"]["credentials_file"]
-            == SERVICES["worker"]["environment"]["PENSTOCK_METRICS_BEARER_FILE"]
-        )
+        for scraped, service in ((job, "worker"), (gateways, "gateway")):
+            file = SERVICES[service]["environment"]["PENSTOCK_METRICS_BEARER_FILE"]
+            assert scraped["authorization"]["credentials_file"] == file
+            assert file.rpartition("/")[2] in SERVICES[service]["secrets"]
         found = [config["port"] for config in job.get("dns_sd_configs", ())]
         found += [
             int(target.rpartition(":")[2]) for config in job.get("static_configs", ()) for target in config["targets"]

@@ -11,7 +11,6 @@ On an address other than loopback, every path requires the bearer token.
 from __future__ import annotations
 
 import errno
-import hmac
 import ipaddress
 import json
 import logging
@@ -27,6 +26,7 @@ from typing import Any, Final, TypeAlias
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
+from penstock.registry.bearer_file import presents, read_bearer
 from penstock.registry.errors import ConfigurationError
 from penstock.workers import children
 from penstock.workers.observe.metrics import InferenceMetrics
@@ -66,7 +66,7 @@ class Probe:
 
     def start(self) -> None:
         """Listen. Raises ConfigurationError for a port in use, and without a token beyond loopback."""
-        token = _token(self._bearer_file) if self._bearer_file else ""
+        token = read_bearer(self._bearer_file)
         if not token and not _is_loopback(self._host):
             raise ConfigurationError(
                 f"Metrics on {self._host} would be open to the network. "
@@ -151,8 +151,8 @@ class _Handler(BaseHTTPRequestHandler):
         logger.debug("probe: " + format, *args)
 
     def _is_allowed(self) -> bool:
-        given = self.headers.get("Authorization", "")
-        return not self.server.token or hmac.compare_digest(given.encode(), f"Bearer {self.server.token}".encode())
+        token = self.server.token
+        return not token or presents(self.headers.get("Authorization", ""), token)
 
 
 def _as_json(status: HTTPStatus, content: Mapping[str, Any]) -> tuple[HTTPStatus, str, bytes]:
@@ -164,13 +164,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _token(bearer_file: Path) -> str:
-    try:
-        token = bearer_file.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        token = ""
-    if not token:
-        raise ConfigurationError(f"No token in {bearer_file.name}. Expected ASCII text in a file that can be read")
-    return token
