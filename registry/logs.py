@@ -53,6 +53,13 @@ def configure(
 class _Handler(logging.StreamHandler[Any]):
     """A line that cannot be written is lost, and its caller goes on."""
 
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes one line. A field that contains itself, or is nested too deeply, cannot be written."""
+        try:
+            super().emit(record)
+        except RecursionError:
+            self.handleError(record)
+
     def handleError(self, record: logging.LogRecord) -> None:
         """Tells of the error on stderr, which may be closed as well."""
         with suppress(Exception):

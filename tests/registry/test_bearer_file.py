@@ -16,7 +16,8 @@ def test_a_header_has_the_token_or_not(tmp_path: Path):
     file.write_text("t0ken\n")
     token = read_bearer(file)
     assert presents("Bearer t0ken", token)
-    assert not any(presents(each, token) for each in ("", "Bearer ", "Bearer t0ke", "Bearer t0ken ", "Basic t0ken", "é"))
+    wrong = ("", "Bearer ", "Bearer t0ke", "Bearer t0ken ", "Basic t0ken", "é")
+    assert not any(presents(each, token) for each in wrong)
     assert read_bearer(None) == ""
     assert not any(presents(each, "") for each in ("", "Bearer ", "Bearer"))
 
@@ -27,5 +28,5 @@ def test_a_file_without_a_token_is_refused(tmp_path: Path, content: bytes | None
     file = tmp_path / "token"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(ConfigurationError, match="^No token in token"):
+    with pytest.raises(ConfigurationError, match="No token in token"):
         read_bearer(file)

@@ -136,6 +136,15 @@ def test_a_line_that_cannot_be_written_stops_nothing(monkeypatch: pytest.MonkeyP
     logging.getLogger("penstock.server").info("lost")
 
 
+def test_a_field_that_contains_itself_stops_nothing(lines: Lines):
+    """A model may log one, and its forward goes on: Python's own formatter leaves extra fields out."""
+    settings: dict[str, object] = {}
+    settings["parent"] = settings
+    logging.getLogger("model").warning("built", extra={"settings": settings})
+    logging.getLogger("model").warning("ready")
+    assert lines.one()["msg"] == "ready"
+
+
 def test_messages_of_exceptions_can_be_withheld(lines: Lines):
     """Classes, frames and code of the exception and of its cause are told, their messages are not."""
     logs.configure("INFO", lines.stream, withholds_texts=True)
