@@ -451,6 +451,12 @@ class InferenceMetrics(Collector):
         """Set whether the worker takes jobs. A process that never does says nothing of it."""
         self._set(table.READY, (), float(is_ready))
 
+    def ready_now(self, is_ready: bool) -> None:
+        """As `ready`, for a process that has said something of it."""
+        with self._lock:
+            if values := self._values[table.READY.name]:
+                values[()] = float(is_ready)
+
     def queue(self, model: str, priority: str, depth: int, oldest_s: float) -> None:
         """Set the state of one queue: jobs that wait or run, and the age of the oldest waiting job."""
         self._set(table.QUEUE_DEPTH, (model, "", "", priority), depth)

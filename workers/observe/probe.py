@@ -98,6 +98,8 @@ class Probe:
         )
 
     def _respond(self, path: str, accept: str) -> tuple[HTTPStatus, str, bytes]:
+        if path in ("/metrics", "/snapshot"):
+            self._metrics.ready_now(self._readiness()[0])
         if path == "/metrics":
             encode, content_type = choose_encoder(accept)
             return HTTPStatus.OK, content_type, encode(self._registry)

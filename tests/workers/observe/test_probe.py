@@ -91,6 +91,23 @@ def test_readiness_follows_the_worker(worker: Worker, probe: Probe):
     assert get(probe, "/health/ready")[0] == 200
 
 
+def test_the_gauge_of_readiness_follows_the_worker(worker: Worker, probe: Probe):
+    """It says what /health/ready says at that moment; a process that takes no jobs has no such gauge."""
+
+    def gauges() -> tuple[list[float], bool]:
+        families = {family.name: family for family in text_string_to_metric_families(get(probe, "/metrics")[2])}
+        return [sample.value for sample in families["READY"].samples], json.loads(get(probe, "/snapshot")[2])["ready"]
+
+    worker.is_ready = True
+    assert gauges() == ([], False)
+    worker.metrics.ready(True)
+    assert gauges() == ([1], True)
+    worker.is_ready = False
+    assert gauges() == ([0], False)
+    worker.is_ready = True
+    assert gauges() == ([1], True)
+
+
 def test_liveness_does_not_wait_for_readiness(probe: Probe):
     """A worker that loads its models is alive."""
     assert get(probe, "/health/live")[::2] == (200, '{"live": true}')
