@@ -264,15 +264,15 @@ class InferenceMetrics(Collector):
     def totals(self) -> dict[str, dict[str, float]]:
         """The sums of each model since the process began, over all its versions; times in seconds.
 
-        jobs, queue_s and batch_s add up jobs that ran in a batch; batches, rows, compute_s and commit_s add up
-        batches; cached counts the jobs that the cache answered.
+        jobs, queue_s and batch_s add up jobs that a batch answered, with those that shared the forward of an equal job;
+        batches, rows, compute_s and commit_s add up batches; cached counts the jobs that the cache answered.
         """
         totals: dict[str, dict[str, float]] = {}
         with self._lock:
             for (model, _, _), series in self._series.items():
                 series.fold()
                 sums = totals.setdefault(model, dict.fromkeys(_TOTALS, 0.0))
-                sums["jobs"] += series.jobs.total
+                sums["jobs"] += float(series.queue.counts.sum())
                 sums["batches"] += float(series.jobs.counts.sum())
                 sums["rows"] += series.rows.total
                 sums["queue_s"] += series.queue.total

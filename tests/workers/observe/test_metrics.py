@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric as Family
@@ -401,3 +402,12 @@ def test_threads_lose_no_counts(metrics: InferenceMetrics):
         thread.join()
     assert sample(metrics, "infer_latency_seconds_count") == 4 * 300 * 16
     assert sample(metrics, "infer_requests_total") == 4 * 300 * 16
+
+
+def test_the_sums_of_jobs_and_their_waits_are_of_the_same_jobs(metrics: InferenceMetrics):
+    """A job that shares the forward of an equal one waits, too: the mean wait is a sum over its number."""
+    waits = [0.25] * 5
+    metrics.batch(structs.replace(stats([0.5], model="mlp"), queue_s=waits, batch_s=waits, total_s=waits))
+    metrics.cache_lookups("mlp", "1", "queue", "l1", is_hit=True, count=3)
+    sums = metrics.totals()["mlp"]
+    assert (sums["jobs"], sums["queue_s"], sums["batches"], sums["cached"]) == (5, 1.25, 1, 3)
