@@ -230,6 +230,13 @@ def test_variables_choose_what_a_panel_shows(name: str):
             assert chosen == expected, query
 
 
+def test_a_fleet_without_workers_shows_no_workers():
+    """No series is there then. A panel of one number would go on showing the last one that was."""
+    (query,) = [query for query in queries("fleet") if f"({READY.name}{{" in query.text]
+    assert query.panel["type"] == "stat"
+    assert query.text.endswith(" or vector(0)")
+
+
 @every_dashboard
 def test_panels_explain_themselves(name: str):
     """Each panel has a title of its own, a unit that its metrics have, and a description of one sentence."""
