@@ -32,6 +32,8 @@ _RELEASED_MS: Final = 3_600_000
 """Released jobs look idle for a day. A lease that lapsed by itself never stays idle for an hour."""
 _REPORT_EVERY_S: Final = 1.0
 _OUT_OF_TOUCH_S: Final = 3.0
+_TELL_EVERY_S: Final = 10.0
+"""Between two log lines while the broker is away. One that refuses a password answers five times a second."""
 """After this time without an answer the broker counts as away."""
 
 logger = logging.getLogger("penstock.server")
@@ -129,7 +131,7 @@ class LeaseKeeper:
         self._report = report
         self._clock = clock
         self._is_stopping = threading.Event()
-        self._renew_at = self._look_at = self._report_at = 0.0
+        self._renew_at = self._look_at = self._report_at = self._tell_at = 0.0
         self.ticked = self._last_contact = clock()
         self._may_take_over_at = self.ticked + lease_s
         self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
@@ -171,8 +173,11 @@ class LeaseKeeper:
                 self._report()
                 self._note_contact()
                 self._report_at = now + _REPORT_EVERY_S
+                self._tell_at = 0.0
         except BrokerUnavailable as error:
-            logger.warning("leases are not renewed: %s", error)
+            if now >= self._tell_at:
+                logger.warning("leases are not renewed: %s", error)
+                self._tell_at = now + _TELL_EVERY_S
             return min(0.2, look_every)
         # A job that comes meanwhile is renewed at the next look, if none was held for so long.
         renew_at = self._renew_at if len(self._leased) else inf

@@ -12,6 +12,7 @@ from msgspec import structs
 from penstock.registry.broker.base import Delivery, Held, Renewal, State
 from penstock.registry.broker.memory import MemoryBroker
 from penstock.registry.envelope import MAX_JOB_BYTES
+from penstock.registry.errors import BrokerUnavailable
 from penstock.workers.credit import TakeOverRoom
 from penstock.workers.leases import LeasedJobs, LeaseKeeper
 from penstock.workers.versions.version import VersionState
@@ -132,6 +133,44 @@ def test_steps_that_are_due_soon_are_done_in_one_turn():
         now[0] += 0.25
         assert keeper.tick() == 0.25
     assert done == [*("renew", "look"), *("renew", "look"), *("renew", "look"), *("renew", "look", "report")]
+
+
+def test_a_broker_that_is_away_fills_no_log(caplog: pytest.LogCaptureFixture):
+    """One line at once, and one every ten seconds; the next time that it is away is told at once, too."""
+    now: list[float] = [1000.0]
+    is_away = True
+
+    def report() -> None:
+        if is_away:
+            raise BrokerUnavailable("The broker does not answer")
+
+    keeper = LeaseKeeper(
+        MemoryBroker(lambda: now[0]),
+        "w",
+        list,
+        LeasedJobs(),
+        lease_s=1.0,
+        offered=dict,
+        room=lambda: TakeOverRoom(0, 0),
+        on_update=lambda _: None,
+        look=lambda: None,
+        report=report,
+        clock=lambda: now[0],
+    )
+
+    def lines_in(seconds: float) -> int:
+        caplog.clear()
+        until = now[0] + seconds
+        while now[0] < until:
+            now[0] += keeper.tick()
+        return len([record for record in caplog.records if record.message.startswith("leases are not renewed")])
+
+    assert lines_in(9) == 1
+    assert lines_in(30) == 3
+    is_away = False
+    assert lines_in(3) == 0
+    is_away = True
+    assert lines_in(3) == 1
 
 
 class _Renewing(MemoryBroker):
