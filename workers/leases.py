@@ -32,9 +32,9 @@ _RELEASED_MS: Final = 3_600_000
 """Released jobs look idle for a day. A lease that lapsed by itself never stays idle for an hour."""
 _REPORT_EVERY_S: Final = 1.0
 _OUT_OF_TOUCH_S: Final = 3.0
+"""After this time without an answer the broker counts as away."""
 _TELL_EVERY_S: Final = 10.0
 """Between two log lines while the broker is away. One that refuses a password answers five times a second."""
-"""After this time without an answer the broker counts as away."""
 
 logger = logging.getLogger("penstock.server")
 

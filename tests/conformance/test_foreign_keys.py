@@ -341,7 +341,7 @@ def test_a_foreign_key_of_a_job_harms_no_neighbour_in_its_commit(redis_brokerage
 
 
 def test_jobs_before_a_foreign_key_are_counted_once(redis_brokerage: OnRedis, slot: str):
-    """The key of the second of three jobs is foreign: the call is repeated, and the first job is in the queue already."""
+    """The key of the second of three is foreign: the call is repeated, and the first job is in the queue already."""
     with redis_brokerage.server.client() as client, closing(redis_brokerage.connect()) as broker:
         overwrite(client, queues.idempotency_key(slot, "d"))
         jobs = [publication(slot), publication(slot, idempotency_digest="d", fingerprint="f"), publication(slot)]
