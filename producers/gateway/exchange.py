@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Final, NamedTuple, TypeAlias
-from urllib.parse import parse_qsl, unquote_plus
+from urllib.parse import parse_qsl, quote, unquote_plus
 
 from penstock.producers.gateway.callers import NOBODY, Credentials, Entry
 from penstock.producers.gateway.limits import headers_of
@@ -122,6 +122,11 @@ class Exchange:
         """The value of a header that is a list: its lines are joined. Empty without one. name: in lower case."""
         lines: list[bytes] = [value for key, value in self.scope["headers"] if key == name]
         return b", ".join(lines).decode("latin-1")
+
+    @property
+    def mount_path(self) -> str:
+        """The path, ready for a URL, under which another application or a proxy has this one; empty for none."""
+        return quote(self.scope.get("root_path", "").rstrip("/"))
 
     @property
     def media_type(self) -> str:

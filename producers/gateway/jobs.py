@@ -217,7 +217,7 @@ class JobRoutes:
         keyed = [*with_keys(items, keys)]
         answers = await self._client.submit_each(fields.model, keyed, options)
         full = next((problem_of(each) for each in answers if isinstance(each, QueueFull)), None)
-        view = BatchView([_batched(each) for each in answers])
+        view = BatchView([_batched(each, exchange) for each in answers])
         await exchange.answer(202, msgspec.json.encode(view), headers=full.headers if full else ())
 
     async def show(self, exchange: Exchange) -> None:
@@ -260,7 +260,7 @@ class JobRoutes:
     async def _answer_pending(self, handle: AsyncJobHandle, status: str, exchange: Exchange, http_status: int) -> None:
         exchange.about = job_headers(handle.id)
         headers = [
-            (b"location", _location(handle).encode()),
+            (b"location", _location(handle, exchange).encode()),
             (b"retry-after", b"%d" % await self._jobs.retry_after_s(handle.model)),
         ]
         facts = {"id": handle.id, "model": handle.model, "status": status}
@@ -288,9 +288,9 @@ def _retry(fields: RetryFields | None) -> Retry | None:
     return None if fields is None else Retry(fields.attempts, fields.backoff_s, fields.longest_s)
 
 
-def _batched(answer: AsyncJobHandle | Rejected) -> BatchedJob:
+def _batched(answer: AsyncJobHandle | Rejected, exchange: Exchange) -> BatchedJob:
     if isinstance(answer, AsyncJobHandle):
-        return BatchedJob(status="accepted", id=answer.id, location=_location(answer))
+        return BatchedJob(status="accepted", id=answer.id, location=_location(answer, exchange))
     return BatchedJob(status="refused", error=_error(answer))
 
 
@@ -299,5 +299,5 @@ def _error(error: PenstockError) -> dict[str, Any]:
     return {"code": problem.code, "title": problem.title, "detail": problem.detail}
 
 
-def _location(handle: AsyncJobHandle) -> str:
-    return f"/v1/jobs/{handle.id}"
+def _location(handle: AsyncJobHandle, exchange: Exchange) -> str:
+    return f"{exchange.mount_path}/v1/jobs/{handle.id}"

@@ -54,12 +54,17 @@ class DocumentRoutes:
             ),
         ]
         described = document([*others, *self.routes])
+        self._described = described
         self._document = msgspec.json.encode(described)
         self._page = _page(described).encode()
 
     async def show_document(self, exchange: Exchange) -> None:
         """GET /openapi.json."""
-        await exchange.answer(200, self._document)
+        found = self._document
+        if mount_path := exchange.mount_path:
+            # Without servers, the paths of a document begin at the root of its host.
+            found = msgspec.json.encode({**self._described, "servers": [{"url": mount_path}]})
+        await exchange.answer(200, found)
 
     async def show_page(self, exchange: Exchange) -> None:
         """GET /docs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from typing import Any
 
 import httpx
@@ -38,10 +39,35 @@ def test_the_gateway_can_be_mounted(stack: GatewayStack):
         await gateway.aclose()
         return answers
 
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     predicted, unknown, own = asyncio.run(ask())
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert predicted.json()["outputs"]["y"]["data"] == [[2.0, 4.0, 6.0, 9.0]]
     assert (unknown.status_code, unknown.headers["content-type"]) == (404, "application/problem+json")
     assert own.json() == {"own": True}
+
+
+def test_addresses_of_a_mounted_gateway_have_its_path(stack: GatewayStack):
+    """A job is found at its Location, and the paths of the OpenAPI document begin below the mounted application."""
+    app = require_module("fastapi").FastAPI()
+    gateway = Gateway(settings(stack))
+    app.mount("/our inference", gateway)
+
+    async def ask() -> tuple[list[str], list[httpx.Response]]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://app") as http:
+            below = "/our%20inference"
+            job = {"model": "double", "inputs": {"x": [ROW]}}
+            one = await http.post(f"{below}/v1/jobs", json=job)
+            batch = await http.post(f"{below}/v1/jobs:batch", json={"model": "double", "inputs": [{"x": [ROW]}]})
+            locations = [one.headers["location"], batch.json()["jobs"][0]["location"]]
+            found = [await http.get(each) for each in (*locations, f"{below}/openapi.json")]
+        await gateway.aclose()
+        return locations, found
+
+    locations, (*jobs, document) = asyncio.run(ask())
+    assert [each.rpartition("/")[0] for each in locations] == ["/our%20inference/v1/jobs"] * 2
+    assert [each.json()["model"] for each in jobs] == ["double"] * 2
+    assert document.json()["servers"] == [{"url": "/our%20inference"}]
 
 
 def test_a_silence_is_filled_with_comments(stack: GatewayStack):
