@@ -88,6 +88,7 @@ class Gateway:
         self._owns_process = owns_process
         self._parts: _Parts | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._unchain: Callable[[], None] | None = None
         self.start_error = ""
         """Why the startup failed; empty while it has not."""
 
@@ -107,6 +108,7 @@ class Gateway:
         """Ends open streams and disconnects. A later request connects again."""
         parts, self._parts = self._parts, None
         if parts is not None:
+            self._leave_process()
             parts.stop()
             await parts.aclose()
 
@@ -115,7 +117,8 @@ class Gateway:
 
         A server says that it stops when the last request has ended. A stream has no end of its own.
         """
-        if (loop := self._loop) is not None:
+        # A loop that has ended has no streams.
+        if (loop := self._loop) is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self._stop)
 
     def read_keys_again(self) -> None:
@@ -135,7 +138,16 @@ class Gateway:
         """Connects. Raises ConfigurationError. A broker that is away is met by the first request."""
         self._parts = _Parts(self._settings or Settings.load(), self._heartbeat_s)
         self._parts.batches.start()
+        self._loop = asyncio.get_running_loop()
+        # A server closes a mounted application, too, when the last request has ended.
+        self._unchain = _chain_signals(self.stop_soon)
         return self._parts
+
+    def _leave_process(self) -> None:
+        self._loop = None
+        if self._unchain is not None:
+            self._unchain()
+            self._unchain = None
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         parts = self._parts or self._open()
@@ -169,15 +181,12 @@ class Gateway:
             if self._owns_process:
                 garbage.freeze()
         except PenstockError as error:
+            self._leave_process()
             self.start_error = str(error)
             await send({"type": "lifespan.startup.failed", "message": self.start_error})
             return
-        self._loop = asyncio.get_running_loop()
-        unchain = _chain_signals(self.stop_soon)
         await send({"type": "lifespan.startup.complete"})
         await receive()
-        unchain()
-        self._loop = None
         await self.aclose()
         await send({"type": "lifespan.shutdown.complete"})
 
@@ -375,7 +384,11 @@ def _chain_signals(on_stop: Callable[[], object]) -> Callable[[], None]:
             before[number] = signal.signal(number, handle)
 
     def undo() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
         for number, earlier in before.items():
-            signal.signal(number, earlier)
+            # A handler that came later still calls this one.
+            if signal.getsignal(number) is handle:
+                signal.signal(number, earlier)
 
     return undo

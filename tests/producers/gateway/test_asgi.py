@@ -8,6 +8,8 @@ import re
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,27 +20,27 @@ from penstock import Client, ConfigurationError
 from penstock.producers.asgi import ASGIMiddleware, ModelDependency, close_client, model
 from tests.gateway_process import GatewayProcess
 from tests.producers.gateway.conftest import GatewayStack
-from tests.servers import free_port, require_module, wait_until
+from tests.servers import RedisServer, free_port, require_module, wait_until
 
 ROW = [1.0, 2.0, 3.0, 4.5]
 
 
-@pytest.fixture(scope="module")
-def application(stack: GatewayStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
-    """asgi_application.py under uvicorn."""
+@contextmanager
+def served(server: RedisServer, folder: Path, module: str, path: str) -> Iterator[GatewayProcess]:
+    """The application of a module under uvicorn, once the path is answered."""
     require_module("fastapi")
     port = free_port()
-    process = GatewayProcess(stack.server, tmp_path_factory.mktemp("application"))
+    process = GatewayProcess(server, folder)
     process.url = f"http://127.0.0.1:{port}"
     process.launch(
-        *(sys.executable, "-m", "uvicorn", "tests.producers.gateway.asgi_application:app", "--port", str(port)),
+        *(sys.executable, "-m", "uvicorn", f"tests.producers.gateway.{module}:app", "--port", str(port)),
         *("--ws", "websockets-sansio"),
     )
 
     def answers() -> bool:
         assert process.is_running, process.tail()
         try:
-            return httpx.get(f"{process.url}/plain", headers={"X-Caller": "probe"}).status_code in (200, 429)
+            return httpx.get(f"{process.url}{path}", headers={"X-Caller": "probe"}).status_code in (200, 429)
         except httpx.TransportError:
             return False
 
@@ -47,6 +49,32 @@ def application(stack: GatewayStack, tmp_path_factory: pytest.TempPathFactory) -
         yield process
     finally:
         process.stop()
+
+
+@pytest.fixture(scope="module")
+def application(stack: GatewayStack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
+    """asgi_application.py under uvicorn."""
+    with served(stack.server, tmp_path_factory.mktemp("application"), "asgi_application", "/plain") as process:
+        yield process
+
+
+def test_an_application_stops_while_a_stream_of_its_mounted_gateway_is_open(stack: GatewayStack, tmp_path: Path):
+    """SIGTERM ends the stream with a hint: the server waits for it, and calls `aclose` only behind it."""
+    with served(stack.server, tmp_path, "mounted_application", "/inference/health/live") as process:
+        stack.worker.freeze()
+        try:
+            with process.client() as http:
+                job = {"model": "napper", "inputs": {"x": [[8, 1, 8, 1]]}}
+                location = http.post("/inference/v1/jobs", json=job).headers["location"]
+                with http.stream("GET", f"{location}/events") as events:
+                    lines = events.iter_lines()
+                    assert next(lines).startswith("retry:")
+                    process.terminate()
+                    assert any(line.startswith("retry:") for line in lines)
+            process.wait(60)
+            assert "Application shutdown complete" in process.tail()
+        finally:
+            stack.worker.thaw()
 
 
 def test_a_route_runs_a_model(application: GatewayProcess):
