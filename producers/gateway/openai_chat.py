@@ -240,9 +240,10 @@ def _tools(fields: ChatFields) -> list[dict[str, Any]]:
     choice that is not obeyed."""
     if fields.tools and fields.functions:
         raise InvalidInput("Found tools and functions. Expected one of both")
-    choice = fields.function_call if fields.functions else fields.tool_choice
+    name = "function_call" if fields.functions else "tool_choice"
+    choice = getattr(fields, name)
     if choice not in (None, "auto", "none"):
-        raise InvalidInput("tool_choice: found another value than auto and none. Expected one of both")
+        raise InvalidInput(f"{name}: found another value than auto and none. Expected one of both")
     if choice == "none":
         return []
     return fields.tools or [{"type": "function", "function": function} for function in fields.functions or []]

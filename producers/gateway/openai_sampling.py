@@ -28,7 +28,7 @@ _SAME_NAME: Final = (
 class StreamOptions(msgspec.Struct, kw_only=True):
     """include_usage: the last chunk of a stream has the tokens of the whole request."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -63,7 +63,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     @property
     def tells_usage(self) -> bool:
         """Whether a stream ends with its usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and self.stream_options.include_usage is True
 
 
 class Sampling(NamedTuple):

@@ -149,15 +149,20 @@ class TextJobs:
     async def wholes(self, request: TextRequest, exchange: Exchange) -> list[Text]:
         """All texts, in the order of the jobs. Raises as AsyncJobHandle.result does; the other jobs are cancelled."""
         async with self._begun(request, exchange) as handles:
-            waits = [asyncio.ensure_future(handle.info(self._jobs.wait_s)) for handle in handles]
+            waits = [asyncio.ensure_future(self._whole(handle, handles[0], exchange)) for handle in handles]
             try:
                 with exchange.watch():
-                    infos = await asyncio.gather(*waits)
+                    return await asyncio.gather(*waits)
             finally:
                 for wait in waits:
                     wait.cancel()
-            exchange.about = job_headers(handles[0].id, infos[0])
-            return [texts_of(await handle.result())[0] for handle in handles]
+
+    async def _whole(self, handle: AsyncJobHandle, first: AsyncJobHandle, exchange: Exchange) -> Text:
+        """The text of a job. The answer has the headers of the first job."""
+        info = await handle.info(self._jobs.wait_s)
+        if handle is first:
+            exchange.about = job_headers(handle.id, info)
+        return texts_of(await handle.result())[0]
 
     @asynccontextmanager
     async def deltas(

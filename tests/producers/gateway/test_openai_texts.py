@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.producers.gateway.conftest import GatewayStack
 from tests.producers.gateway.texts import Site, client_of
-from tests.servers import require_module
+from tests.servers import require_module, wait_until
 
 PROMPTS = ["the stream", "größe, naïve", "日本語"]
 MESSAGES = [
@@ -80,6 +81,36 @@ def test_stream_is_the_whole_text(openai: Any, site: Site):
     assert texts == [site.expected(prompt) for prompt in PROMPTS]
     assert reasons == [["length"]] * 3
     assert len(chunks) > 6
+
+
+@pytest.mark.parametrize("wish", [None, {}, {"include_usage": None}])
+def test_stream_options_may_be_null(site: Site, wish: Any):
+    """Null is the same as a missing field: programs write the fields that they do not use as null."""
+    body = {"model": "writer", "prompt": "a", "max_tokens": 2, "stream": True, "stream_options": wish}
+    answer = httpx.post(f"{site.gateway.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    assert {json.loads(line)["usage"] for line in lines} == {None}
+
+
+def test_a_text_that_fails_takes_those_beside_it_along(site: Site, stack: GatewayStack):
+    """The request has failed, so that no client gets them: they are cancelled, and do not keep the engine."""
+    prompts = ["日本" * 200, *(f"{number}" for number in range(60))]
+    body = {"model": "writer", "prompt": prompts, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    with stack.server.client() as redis, httpx.Client(base_url=site.gateway.url, timeout=60) as http:
+        before = {*redis.scan_iter("{writer}:job:*")}
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == 422, answer.text
+        assert "max_model_len" in answer.json()["error"]["message"]
+        others = {f"writer.{key.decode().split(':')[2]}" for key in {*redis.scan_iter("{writer}:job:*")} - before}
+
+        def states() -> list[str]:
+            return [http.get(f"/v1/jobs/{name}").json()["status"] for name in others]
+
+        wait_until(lambda: not {"queued", "running"} & {*states()}, 60, "all of them have ended")
+        assert len(others) == 61
+        assert "cancelled" in states()
 
 
 def test_choices_differ_and_can_be_repeated(openai: Any, site: Site):
@@ -285,6 +316,7 @@ def test_json_of_a_schema(openai: Any):
         ({"tools": [{"type": "x"}]}, "tools[0]: found"),
         ({"tools": [TOOL], "functions": [TOOL["function"]]}, "Found tools and functions"),
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice: found another value"),
+        ({"functions": [TOOL["function"]], "function_call": {"name": "look"}}, "function_call: found another value"),
         ({"response_format": {"type": "xml"}}, "response_format: found another form"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21. Expected 0 to 20"),
         ({"top_logprobs": 2}, "top_logprobs: found a number without logprobs"),
