@@ -15,7 +15,7 @@ from typing import Any, Final
 import flask
 import msgspec
 
-from penstock.producers.client import Client
+from penstock.producers.client import Client, JobHandle
 from penstock.producers.gateway.exchange import RequestRefused
 from penstock.producers.gateway.jobs import JobFields
 from penstock.producers.gateway.predict import PredictFields
@@ -23,7 +23,7 @@ from penstock.producers.gateway.problems import as_problem_json, problem_of
 from penstock.producers.gateway.request_headers import checked_key
 from penstock.producers.gateway.tensors import decoded, plain_inputs, write_outputs
 from penstock.registry.envelope import Retry
-from penstock.registry.errors import InvalidInput, PenstockError
+from penstock.registry.errors import InvalidInput, PenstockError, UnknownJob
 from penstock.registry.tensors import Array
 
 __all__ = ["blueprint"]
@@ -101,7 +101,7 @@ class _Calls:
 
     def show(self, job_id: str) -> flask.Response:
         """GET /jobs/{id}."""
-        job = self._client.job(job_id)
+        job = self._job(job_id)
         facts: dict[str, Any] = {"id": job.id, "model": job.model, "status": job.status()}
         if facts["status"] in _PENDING:
             return _answer(facts)
@@ -114,8 +114,15 @@ class _Calls:
 
     def cancel(self, job_id: str) -> flask.Response:
         """DELETE /jobs/{id}."""
-        job = self._client.job(job_id)
+        job = self._job(job_id)
         return _answer({"id": job.id, "status": job.cancel()})
+
+    def _job(self, job_id: str) -> JobHandle:
+        """The handle of a job. Raises UnknownJob for an id that no job can have, as the gateway does."""
+        try:
+            return self._client.job(job_id)
+        except InvalidInput as error:
+            raise UnknownJob(str(error)) from None
 
 
 def _key() -> str | None:

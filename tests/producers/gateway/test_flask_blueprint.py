@@ -57,7 +57,9 @@ def test_refusals(http: Any):
         assert (found.status_code, found.content_type) == (status, "application/problem+json"), found.text
         assert "Expected" in found.json["detail"]
     assert http.post("/inference/models/double:predict", data=b"\xff{").status_code == 422
-    assert http.get("/inference/jobs/double.x").status_code == 404
+    for name in ("double.x", "x"):
+        for found in (http.get(f"/inference/jobs/{name}"), http.delete(f"/inference/jobs/{name}")):
+            assert (found.status_code, found.json["title"]) == (404, "job not found"), found.text
     failed = http.post("/inference/jobs", json={"model": "raiser", "inputs": {"x": [[-1, 0, 0, 0]]}}).json["id"]
     wait_until(lambda: http.get(f"/inference/jobs/{failed}").json["status"] == "failed", 60, "it has failed")
     assert http.get(f"/inference/jobs/{failed}").json["error"]["code"] == "model-error"
