@@ -23,6 +23,7 @@ import gevent
 from locust import FastHttpUser, constant, events, task
 from locust.env import Environment
 from locust.exception import StopUser
+from locust.runners import DistributedRunner
 
 _SAMPLES: Final[dict[str, Any]] = {"string": "a sentence", "bool": True}
 _LOAD_TIMEOUT_S: Final = 310
@@ -83,6 +84,7 @@ class ModelUser(FastHttpUser):
     ended: int = 0
 
     def __init__(self, environment: Environment) -> None:
+        self.host = (environment.host or "").rstrip("/")
         self.network_timeout = self.connection_timeout = environment.parsed_options.request_timeout
         super().__init__(environment)
 
@@ -111,6 +113,8 @@ class ModelUser(FastHttpUser):
 def _prepare(environment: Environment, **_: Any) -> None:
     options = environment.parsed_options
     try:
+        if options.requests and isinstance(environment.runner, DistributedRunner):
+            raise ValueError("--requests counts those of one process. Expected --run-time for several processes")
         if options.load_model:
             fields = {"name": options.model_name, "version": options.model_version or None}
             _ask(environment, "/v1/models:load", json.dumps(fields).encode(), _LOAD_TIMEOUT_S)
@@ -145,13 +149,16 @@ def _ask(environment: Environment, path: str, body: bytes | None, timeout_s: flo
 
 
 def _sample(environment: Environment) -> bytes:
-    """A body with one row: ones, or a sentence, in each input that the signature requires."""
+    """A body with one row: ones, or a sentence, in each input that the signature requires.
+
+    A model that requires none, such as one that generates text, gets its first input.
+    """
     name = environment.parsed_options.model_name
     signature = _ask(environment, f"/v1/models/{name}", None, _SIGNATURE_TIMEOUT_S)
+    required = [tensor for tensor in signature["inputs"] if not tensor["optional"]]
     inputs = {
         tensor["name"]: _filled(tensor["shape"], _SAMPLES.get(tensor["dtype"], 1))
-        for tensor in signature["inputs"]
-        if not tensor["optional"]
+        for tensor in required or signature["inputs"][:1]
     }
     return json.dumps({"inputs": inputs}).encode()
 

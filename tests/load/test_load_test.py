@@ -47,13 +47,22 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess
 
 
 class Recorder(BaseHTTPRequestHandler):
-    """Answers each prediction without an output, and keeps the bodies."""
+    """Answers each prediction without an output, and keeps the bodies. Its models generate text."""
 
     bodies: list[bytes]
 
+    def do_GET(self) -> None:
+        inputs = [
+            {"name": "prompt", "dtype": "string", "shape": [1], "optional": True},
+            {"name": "prompt_token_ids", "dtype": "int64", "shape": [1, "prompt_tokens"], "optional": True},
+        ]
+        self._answer(json.dumps({"inputs": inputs}).encode())
+
     def do_POST(self) -> None:
         self.bodies.append(self.rfile.read(int(self.headers["content-length"])))
-        answer = b'{"model": "m", "version": "1", "outputs": {}}'
+        self._answer(b'{"model": "m", "version": "1", "outputs": {}}')
+
+    def _answer(self, answer: bytes) -> None:
         self.send_response(200)
         self.send_header("content-length", str(len(answer)))
         self.end_headers()
@@ -99,6 +108,19 @@ def test_a_bounded_run_against_a_gateway(gateway: GatewayProcess, tmp_path: Path
     assert figures["name"] == "/v1/models/double/versions/1:predict"
 
 
+def test_a_host_may_end_with_a_slash(gateway: GatewayProcess, tmp_path: Path):
+    """As browsers copy it: the paths of the requests have one slash."""
+    status, output, figures = run(f"{gateway.url}/", tmp_path, "--model-name", "double", "--requests", "4")
+    assert (status, figures.get("num_failures"), figures.get("num_requests")) == (0, 0, 4), output
+
+
+def test_a_model_without_required_inputs_gets_its_first(recorder: tuple[str, list[bytes]], tmp_path: Path):
+    """As one that generates text: its prompt is one of several inputs, of which any one is enough."""
+    url, bodies = recorder
+    status, output, _ = run(url, tmp_path, "--model-name", "writer", "--requests", "2")
+    assert (status, [json.loads(body) for body in bodies]) == (0, [{"inputs": {"prompt": ["a sentence"]}}] * 2), output
+
+
 def test_time_outs_are_counted(gateway: GatewayProcess, tmp_path: Path):
     """IN-061: a model of 0.5 s and a time-out of 0.1 s: each request fails, and the exit status says so."""
     options = ["--model-name", "napper", "--request-timeout", "0.1", "--requests", "8"]
@@ -125,6 +147,7 @@ def test_a_body_of_your_own_and_empty_outputs(recorder: tuple[str, list[bytes]],
         (["--model-name", "double", "--request-timeout", "0"], 2, "Expected seconds"),
         (["--model-name", "double", "--payload-file", "/nowhere"], 2, "Expected a file"),
         (["--model-name", "double", "--warmup", "-1"], 2, "Expected a whole number"),
+        (["--model-name", "double", "--processes", "2"], 2, "Expected --run-time for several processes"),
     ],
 )
 @pytest.mark.slow
