@@ -17,11 +17,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from io import TextIOWrapper
 from typing import Any, Final
 
 from transformers.utils.logging import disable_progress_bar
 
-from penstock.registry.errors import PenstockError
+from penstock.registry.errors import InvalidInput, PenstockError
 from penstock.workers.generation import Engine, SamplingParams
 
 _STOPS: Final = ("</s>", "\n\nYou:")
@@ -48,7 +49,10 @@ class Conversation:
         self._messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
 
     def answer(self, question: str) -> Iterator[str]:
-        """The pieces of the next answer. Raises InvalidInput where the conversation is too long for the model."""
+        """The pieces of the next answer.
+
+        Raises InvalidInput where the conversation is too long for the model, and where its chat template refuses it.
+        """
         self._messages.append({"role": "user", "content": question})
         pieces: list[str] = []
         for output in self._engine.stream(self._prompt(), self._params):
@@ -59,7 +63,11 @@ class Conversation:
     def _prompt(self) -> str | list[int]:
         tokenizer = self._engine.decoder.tokenizer
         if getattr(tokenizer, "chat_template", None):
-            found = tokenizer.apply_chat_template(self._messages, add_generation_prompt=True, return_dict=False)
+            try:
+                found = tokenizer.apply_chat_template(self._messages, add_generation_prompt=True, return_dict=False)
+            except Exception as error:
+                # A template is a program: it raises its own refusals, such as that of a system text.
+                raise InvalidInput(f"The chat template refused the messages: {error}") from error
             return [int(token) for token in found]
         names = {"system": "", "user": "You: ", "assistant": "Bot: "}
         said = [f"{names[message['role']]}{message['content']}" for message in self._messages]
@@ -81,6 +89,9 @@ def _questions() -> Iterator[str]:
 def main() -> int:
     arguments = _arguments()
     disable_progress_bar()
+    if isinstance(sys.stdin, TextIOWrapper):
+        # The model gets a byte that is no text as a character of its own; no tokenizer takes half a character.
+        sys.stdin.reconfigure(errors="replace")
     try:
         params = SamplingParams(
             max_tokens=arguments.max_tokens, temperature=arguments.temperature, seed=arguments.seed, stop=_STOPS

@@ -21,12 +21,13 @@ STOPS = ["</s>", "\n\nYou:"]
 
 
 def talk(folder: Path, questions: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """Runs the script with these lines as its input."""
+    """Runs the script with these lines as its input. A surrogate is written as the byte that it stands for."""
     return subprocess.run(
         [sys.executable, str(SCRIPT), str(folder), *options],
         input=questions,
         capture_output=True,
         text=True,
+        errors="surrogateescape",
         timeout=PATIENCE_S,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=False,
@@ -67,6 +68,25 @@ def test_template_of_the_tokenizer_makes_the_prompt(folder: Path):
     finally:
         template.unlink()
     assert done.stdout == f"Bot:{expected}\n\n"
+
+
+def test_refusal_of_the_template_is_one_line(folder: Path):
+    """Such as that of a system text, which many templates have no place for."""
+    template = folder / "chat_template.jinja"
+    template.write_text("{{ raise_exception('System role not supported') }}")
+    try:
+        done = talk(folder, "the stream\n", "--system", "Be kind.")
+    finally:
+        template.unlink()
+    assert done.returncode == 2
+    assert done.stderr == "The chat template refused the messages: System role not supported\n"
+
+
+def test_bytes_that_are_no_text_end_no_conversation(folder: Path):
+    """They are characters of their own, as in any other text."""
+    (expected,) = answers(folder, "You: gr\ufffd\ufffde\n\nBot:")
+    done = talk(folder, "gr\udcfc\udcdfe\n", "--temperature", "0", "--max-tokens", "12")
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", f"Bot:{expected}\n\n")
 
 
 @pytest.mark.slow
