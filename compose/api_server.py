@@ -63,8 +63,8 @@ class ApiServer:
         """A new key. It is returned once: the registry's database has its SHA-256 only, and the audit log its id.
 
         This gateway knows it at once, others within a second; `penstock keys revoke` ends it. Raises InvalidInput for a
-        label that is empty or has more than 100 characters, RegistryUnavailable, and OSError for an audit log that
-        cannot be written.
+        label that is empty or has more than 100 characters and for an unknown role, RegistryUnavailable, and OSError
+        for an audit log that cannot be written.
         """
         made = new_api_key(label, now=int(time.time()), role=role, tenant=self._settings.tenant_id)
         change_api_key(self._settings, "create API key", made.key.id, lambda keys: keys.add(made.key))

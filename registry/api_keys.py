@@ -13,7 +13,7 @@ import hashlib
 import hmac
 import re
 import secrets
-from typing import Final, Literal, NamedTuple, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
@@ -111,6 +111,8 @@ def new_api_key(
     """A key that no registry has yet. Raises InvalidInput for an argument that no key can have."""
     if not 0 < len(label) <= _MOST_LABEL or not label.isprintable():
         raise InvalidInput(f"The label is {described(label)}. Expected 1 to {_MOST_LABEL} printable characters")
+    if role not in get_args(KeyRole):
+        raise InvalidInput(f"The role is {described(role)}. Expected one of: {', '.join(get_args(KeyRole))}")
     if expires_at is not None and expires_at <= now:
         raise InvalidInput("The key would have expired already. Expected a time in the future")
     limits = limits or KeyLimits()

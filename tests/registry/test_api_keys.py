@@ -32,6 +32,7 @@ def test_another_text_has_no_id(text: str):
         ({"label": ""}, "The label is"),
         ({"label": "a\nb"}, "Expected 1 to 100 printable characters"),
         ({"label": "x" * 101}, "Expected 1 to 100 printable characters"),
+        ({"role": "owner"}, "The role is 'owner'. Expected one of: admin, user, readonly"),
         ({"tenant": "Not A Tenant"}, "Bad tenant name"),
         ({"models": ("ok", "not ok")}, "Bad model name"),
         ({"expires_at": 100}, "Expected a time in the future"),
