@@ -26,7 +26,7 @@ from penstock.producers.gateway.problems import problem_of
 from penstock.producers.gateway.request_headers import idempotency_key
 from penstock.producers.gateway.text_jobs import Delta, Text, TextJobs, TextRequest, TextUsage, texts_of
 from penstock.producers.gateway.token_counts import PackageTokenizers
-from penstock.registry.errors import InvalidInput, PenstockError
+from penstock.registry.errors import ClientUnusable, InvalidInput, PenstockError
 from penstock.registry.generation_inputs import with_options
 from penstock.registry.package import ModelSpec
 from penstock.registry.tensors import Array
@@ -112,9 +112,11 @@ class OpenAiTexts:
                 await exchange.write(_error_event(error))
             raise
         except StreamsStopped:
-            # Without [DONE], clients see that the text is not whole.
+            stopped = ClientUnusable("The gateway stops")
             if not exchange.has_begun:
-                await exchange.begin_stream(EVENTS, STREAM_HEADERS)
+                raise stopped from None
+            # Official clients take a stream that ends for a whole text, also without [DONE].
+            await exchange.write(_error_event(stopped))
             await exchange.end_stream()
         except Exception as error:  # where the answer has begun, it is told in the stream
             # A client that does not take the chunks gets no further one.

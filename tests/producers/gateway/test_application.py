@@ -13,6 +13,7 @@ from penstock import AsyncClient
 from penstock.producers.gateway.application import Gateway
 from penstock.registry.settings import Settings
 from tests.producers.gateway.conftest import GatewayStack
+from tests.producers.gateway.texts import Site
 from tests.servers import require_module
 
 ROW = [1.0, 2.0, 3.0, 4.5]
@@ -68,6 +69,24 @@ def test_addresses_of_a_mounted_gateway_have_its_path(stack: GatewayStack):
     assert [each.rpartition("/")[0] for each in locations] == ["/our%20inference/v1/jobs"] * 2
     assert [each.json()["model"] for each in jobs] == ["double"] * 2
     assert document.json()["servers"] == [{"url": "/our%20inference"}]
+
+
+def test_a_text_that_is_asked_for_while_the_gateway_stops_is_refused(stack: GatewayStack, site: Site):
+    """503 before a chunk: clients ask again, and find another process. An empty stream would be an empty text."""
+    gateway = Gateway(settings(stack))
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(gateway), base_url="http://app") as http:
+            assert (await http.get("/health/live")).status_code == 200
+            gateway.stop_soon()
+            await asyncio.sleep(0)
+            found = await http.post("/v1/completions", json={"model": "writer", "prompt": "a", "stream": True})
+        await gateway.aclose()
+        return found
+
+    found = asyncio.run(ask())
+    assert (found.status_code, found.headers["retry-after"]) == (503, "1"), found.text
+    assert found.json()["error"]["code"] == "stopping"
 
 
 def test_a_silence_is_filled_with_comments(stack: GatewayStack):

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.producers.gateway.conftest import GatewayStack
+from tests.producers.gateway.conftest import GatewayStack, StartGateway
 from tests.producers.gateway.texts import Site, client_of
 from tests.servers import require_module, wait_until
 
@@ -207,6 +207,22 @@ def test_error_of_a_running_job_is_told_in_its_stream(openai: Any):
         list(openai.completions.create(model="writer", prompt="日本" * 200, max_tokens=10, stream=True))
     with pytest.raises(module.APIStatusError, match="max_model_len"):
         openai.completions.create(model="writer", prompt="日本" * 200, max_tokens=10)
+
+
+def test_a_stream_of_a_gateway_that_stops_is_an_error(site: Site, start_gateway: StartGateway):
+    """Its text is not whole, and clients would take an end without an error for the end of the text."""
+    module = require_module("openai")
+    gateway = start_gateway()
+    site.worker.freeze()
+    try:
+        with client_of(gateway) as client:
+            chunks = client.chat.completions.create(model="writer", messages=MESSAGES, stream=True)
+            assert next(chunks).choices[0].delta.role == "assistant"
+            gateway.terminate()
+            with pytest.raises(module.APIError, match=r"This process stops\. Expected a retry"):
+                list(chunks)
+    finally:
+        site.worker.thaw()
 
 
 def test_chat(openai: Any, site: Site):
