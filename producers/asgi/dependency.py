@@ -11,7 +11,6 @@ import asyncio
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
-from weakref import WeakKeyDictionary
 
 from penstock.producers.async_client import AsyncClient, AsyncJobHandle
 from penstock.producers.core import Inputs
@@ -21,7 +20,7 @@ from penstock.registry.tensors import Array
 
 __all__ = ["Model", "ModelDependency", "close_client", "model"]
 
-_clients: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncClient]] = WeakKeyDictionary()
+_clients: Final[dict[asyncio.AbstractEventLoop, AsyncClient]] = {}
 """Of the environment's settings. A client serves one event loop at a time."""
 
 
@@ -84,7 +83,7 @@ class ModelDependency:
 
     async def __call__(self) -> Model:
         """The model, with a client of the running loop."""
-        return Model(self.name, self.version, self.client or _loop_client())
+        return Model(self.name, self.version, self.client or await _loop_client())
 
 
 def model(name: str, version: str | None = None, *, client: AsyncClient | None = None) -> ModelDependency:
@@ -103,9 +102,17 @@ async def close_client() -> None:
         await client.aclose()
 
 
-def _loop_client() -> AsyncClient:
+async def _loop_client() -> AsyncClient:
     loop = asyncio.get_running_loop()
     client = _clients.get(loop)
     if client is None:
         client = _clients[loop] = AsyncClient.from_env()
+        await _close_ended()
     return client
+
+
+async def _close_ended() -> None:
+    """Closes the clients of loops that have ended without `close_client`, as those of a test for each request."""
+    for loop in [*_clients]:
+        if loop.is_closed() and (ended := _clients.pop(loop, None)) is not None:
+            await ended.aclose()

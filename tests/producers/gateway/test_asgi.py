@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,7 @@ import httpx
 import pytest
 from websockets.asyncio.client import connect
 
-from penstock import Client, ConfigurationError
+from penstock import AsyncClient, Client, ConfigurationError
 from penstock.producers.asgi import ASGIMiddleware, ModelDependency, close_client, model
 from tests.gateway_process import GatewayProcess
 from tests.producers.gateway.conftest import GatewayStack
@@ -185,6 +187,24 @@ def test_a_job_that_takes_too_long_is_cancelled(stack: GatewayStack, monkeypatch
     late = asyncio.run(run())
     with Client(stack.server.url) as client:
         assert client.job(late).status() == "cancelled"
+
+
+def test_clients_of_ended_loops_are_let_go(stack: GatewayStack, monkeypatch: pytest.MonkeyPatch):
+    """A program may run each request in a loop of its own, and end none of their clients: connections stay few."""
+    monkeypatch.setenv("PENSTOCK_REDIS_URL", stack.server.url)
+    clients: list[weakref.ref[AsyncClient]] = []
+
+    async def ask(*, is_last: bool = False) -> None:
+        double = await model("double")()
+        await double.predict({"x": [ROW]})
+        clients.append(weakref.ref(double.client))
+        if is_last:
+            await close_client()
+
+    for number in range(3):
+        asyncio.run(ask(is_last=number == 2))
+    gc.collect()
+    assert [client() for client in clients] == [None] * 3
 
 
 @pytest.mark.parametrize("limits", [{"max_in_flight": 0}, {"requests_per_minute": 0}])
