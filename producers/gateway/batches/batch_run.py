@@ -8,14 +8,15 @@
 The job of a line has an id that follows from the batch, the number of the line, and its round. After a kill -9 the next
 process submits the lines without an answer again, and the broker accepts no job that it already has. A job lives for
 `queue.job_ttl_s`, a batch up to a week: where a job expires, its line has its next round, which is on the disk before
-that job is submitted. A cancelled or expired batch cancels its jobs; lines that have no answer then are in the error
-file.
+that job is submitted. A cancelled or expired batch cancels its jobs, those of an earlier process included; lines that
+have no answer then are in the error file.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -36,6 +37,7 @@ from penstock.registry.errors import (
     PenstockError,
     QueueFull,
     RateLimited,
+    Rejected,
     ResultGone,
     Retryable,
     Unauthorized,
@@ -104,7 +106,7 @@ class _Pending:
 class BatchRun:
     """The run of one batch. made_at: when it was created, in Unix seconds. max_outstanding: jobs at a time.
     resume: has the task act for the batch's caller. rounds: those of the lines that are past their first one.
-    stopped: why nothing is submitted."""
+    stopped: why nothing is submitted. has_begun: whether an earlier process may have left jobs of it."""
 
     client: GatewayClient
     batch_id: str
@@ -118,6 +120,7 @@ class BatchRun:
     rounds: dict[int, int]
     keep_rounds: KeepRounds
     stopped: StopCode | None = None
+    has_begun: bool = False
     waiting_groups: int = 0
     """Groups of lines that wait for room in a limit."""
     _handles: dict[str, AsyncJobHandle] = field(default_factory=dict)
@@ -141,9 +144,11 @@ class BatchRun:
         chunk_lines = min(_CHUNK_LINES, self.max_outstanding)
         places = asyncio.Semaphore(max(1, self.max_outstanding // chunk_lines))
         async with asyncio.TaskGroup() as tasks:
-            for chunk in _chunks(left, chunk_lines):
+            for place, chunk in enumerate(_chunks(left, chunk_lines)):
+                # An earlier process began no line behind these: its chunks had as many places.
+                may_have_jobs = self.has_begun and place * chunk_lines < self.max_outstanding
                 await places.acquire()
-                tasks.create_task(self._run_chunk(chunk, places))
+                tasks.create_task(self._run_chunk(chunk, places, may_have_jobs=may_have_jobs))
 
     async def stop(self, code: StopCode) -> None:
         """Begins to end the run: nothing more is submitted, and jobs are cancelled.
@@ -160,10 +165,13 @@ class BatchRun:
             # A job that cannot be cancelled now ends by itself.
             await asyncio.gather(*(handle.cancel() for handle in part), return_exceptions=True)
 
-    async def _run_chunk(self, chunk: Sequence[Line], places: asyncio.Semaphore) -> None:
+    async def _run_chunk(self, chunk: Sequence[Line], places: asyncio.Semaphore, *, may_have_jobs: bool) -> None:
         try:
             ended: list[EndedLine] = []
             pending = await self._prepare_all(chunk, ended)
+            if may_have_jobs:
+                unrun = {each.number for each in ended if each.code in _STOPPED}
+                await self._cancel_left([line for line in chunk if line.number in unrun])
             self.journal.write(ended)
             for group in _groups(pending):
                 await self._run_group(group)
@@ -201,6 +209,28 @@ class BatchRun:
             except PenstockError as error:
                 ended.append(self._failed(line.number, request.custom_id, "", error))
         return found
+
+    async def _cancel_left(self, lines: Sequence[Line]) -> None:
+        """Cancels the jobs that an earlier process may have left of lines that do not run any more.
+
+        Those that cannot be found now end by themselves: the batch does not wait for its broker or its key.
+        """
+        left: list[_Pending] = []
+        with suppress(PenstockError, TimeoutError):
+            async with asyncio.timeout(_STOP_GRACE_S):
+                await self.resume()
+                for line in lines:
+                    with suppress(Rejected):
+                        request = open_line(line, self.url)
+                        job = await self.endpoint(bytes(request.body))
+                        left.append(_Pending(line, request.custom_id, job, self.rounds.get(line.number, 0)))
+        await self._cancel(left)
+
+    async def _cancel(self, group: Sequence[_Pending]) -> None:
+        """Cancels the jobs of lines, as far as they have any."""
+        with suppress(PenstockError):
+            handles = [self.client.job(self._job_id(each)) for each in group]
+            await asyncio.gather(*(handle.cancel() for handle in handles), return_exceptions=True)
 
     async def _read_charged(self) -> frozenset[int]:
         """None of them once the run is stopped: then no line is charged."""
@@ -270,6 +300,8 @@ class BatchRun:
                 group = []
             except _WAITS:
                 pause_s = await _pause(pause_s)
+        # The broker may have accepted them in a call that failed, or in an earlier process.
+        await self._cancel(group)
         self.journal.write([*ended, *(self._unrun(each.line.number, each.custom_id) for each in group)])
 
     async def _keep_rounds_of(self, group: Sequence[_Pending]) -> None:
@@ -340,17 +372,18 @@ class BatchRun:
         options = SubmitOptions(
             "low", None, None, job.version, job.outputs, prompt_tokens=tokens if any(tokens) else ()
         )
-        job_ids = [self._ids_of(job.model, each.round).of(each.line.number) for each in group]
+        job_ids = [self._job_id(each) for each in group]
         inputs = [each.job.inputs for each in group]
         return await self.client.submit_items(job.model, inputs, job_ids, options, refused, _ROOM_TIMEOUT_S)
 
-    def _ids_of(self, model: str, job_round: int) -> DerivedIds:
-        ids = self._ids.get((model, job_round))
+    def _job_id(self, each: _Pending) -> str:
+        """Of the job of a line in its present round."""
+        ids = self._ids.get((each.job.model, each.round))
         if ids is None:
             # No id of a batch has a dot.
-            name = f"{self.batch_id}.{job_round}" if job_round else self.batch_id
-            ids = self._ids[model, job_round] = DerivedIds(model, name, self.made_at * 1000)
-        return ids
+            name = f"{self.batch_id}.{each.round}" if each.round else self.batch_id
+            ids = self._ids[each.job.model, each.round] = DerivedIds(each.job.model, name, self.made_at * 1000)
+        return ids.of(each.line.number)
 
     async def _await_ends(self, handles: Sequence[AsyncJobHandle], results: dict[str, Answered]) -> None:
         """Adds how the jobs ended, by id; without those that a stopped run does not await any longer."""

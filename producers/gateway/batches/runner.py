@@ -185,6 +185,7 @@ class BatchRunner:
             dict(stored.rounds),
             partial(self._keep_rounds, stored, journal),
             self._stop_code(stored),
+            has_begun=stored.batch.in_progress_at is not None,
         )
         self._runs[stored.batch.id] = run
         try:

@@ -7,10 +7,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
+from penstock.producers.async_client import AsyncJobHandle
 from penstock.producers.gateway.batches.batch_run import Endpoint, LineJob
 from penstock.producers.gateway.batches.file_store import FileStore, new_id
 from penstock.producers.gateway.batches.records import ENDED, Batch, BatchStatus, Counts, StoredBatch
@@ -20,7 +23,7 @@ from penstock.producers.gateway.fleet import GatewayClient
 from penstock.producers.gateway.key_copy import KeyCopy
 from penstock.producers.gateway.limits import RateLimits
 from penstock.registry.broker.redis_streams import RedisStreams
-from penstock.registry.errors import InvalidInput
+from penstock.registry.errors import BrokerUnavailable, InvalidInput, ModelNotReady
 from penstock.registry.queues import DerivedIds
 from penstock.registry.settings import Settings
 from tests.conftest import StartWorker
@@ -35,7 +38,7 @@ NOW_S = int(time.time())
 class _Store(FileStore):
     """Before it keeps the rounds of lines, it looks for jobs that are in these rounds already.
 
-    is_slow: a batch has ended before any other change of it is written.
+    is_slow: a batch has ended before any other change of it is written. stopped_changes: of a batch that is cancelled.
     """
 
     model = ""
@@ -44,6 +47,7 @@ class _Store(FileStore):
     looks = 0
     is_slow = False
     late_changes = 0
+    stopped_changes = 0
 
     def change_batch(self, tenant: str, batch_id: str, change: Callable[[StoredBatch], StoredBatch]) -> StoredBatch:
         """As before."""
@@ -51,6 +55,7 @@ class _Store(FileStore):
             self.late_changes += 1
             wait_until(lambda: self.batch(tenant, batch_id).batch.status in ENDED, 60, "the batch has ended")
         before = self.batch(tenant, batch_id)
+        self.stopped_changes += before.batch.status == "cancelling"
         new = dict(change(before).rounds.items() - before.rounds.items())
         if self.server is not None and new:
             self.looks += 1
@@ -59,9 +64,19 @@ class _Store(FileStore):
         return super().change_batch(tenant, batch_id, change)
 
 
+class _DeafClient(GatewayClient):
+    """The broker accepts its jobs, and it does not hear of that."""
+
+    async def submit_items(self, *args: Any, **options: Any) -> list[AsyncJobHandle]:
+        """As before."""
+        await super().submit_items(*args, **options)
+        raise BrokerUnavailable("The broker did not answer. Expected an answer within the time-out")
+
+
 def job_ids(model: str, batch_id: str, rounds: Mapping[int, int]) -> list[str]:
     """The ids of the jobs of lines, by the numbers of the lines and their rounds."""
-    return [DerivedIds(model, f"{batch_id}.{each}", NOW_S * 1000).of(number) for number, each in rounds.items()]
+    names = {number: f"{batch_id}.{each}" if each else batch_id for number, each in rounds.items()}
+    return [DerivedIds(model, name, NOW_S * 1000).of(number) for number, name in names.items()]
 
 
 def states_of(server: RedisServer, ids: list[str]) -> list[str | None]:
@@ -95,16 +110,25 @@ class Site:
         )
         return self.store.add_batch(StoredBatch("a", new_id("file-"), new_id("file-"), batch))
 
-    def run(self, endpoint: Endpoint, until: Callable[[], object], **settings: object) -> None:
+    def run(
+        self,
+        endpoint: Endpoint,
+        until: Callable[[], object],
+        make_client: type[GatewayClient] = GatewayClient,
+        max_outstanding: int = 2048,
+        **settings: object,
+    ) -> None:
         """A process that runs the batches until a condition holds."""
 
         async def process() -> None:
             found = Settings.load(environ={}, cwd=self._folder, overrides=settings)
-            client = GatewayClient(self._server.url, settings=found)
+            client = make_client(self._server.url, settings=found)
             async with client:
                 limits = RateLimits(found.inference.safeguards.rate_limit, client.spend)
                 access = Access(found, KeyCopy(lambda _: []), limits)
-                options = RunOptions(lambda _: endpoint, access.resume, lambda _: (500, b'"failed"'), 2048, 1000)
+                options = RunOptions(
+                    lambda _: endpoint, access.resume, lambda _: (500, b'"failed"'), max_outstanding, 1000
+                )
                 runner = BatchRunner(self.store, client, options, clock=lambda: NOW_S)
                 runner.start()
                 try:
@@ -115,6 +139,13 @@ class Site:
                     await runner.aclose()
 
         asyncio.run(process())
+
+    def stop(self, stored: StoredBatch, code: str) -> None:
+        """Cancels a batch, or ends its time."""
+        end = {"status": "cancelling"} if code == "cancelled" else {"expires_at": NOW_S}
+        self.store.change_batch(
+            stored.tenant, stored.batch.id, lambda before: replace(before, batch=replace(before.batch, **end))
+        )
 
     def found(self, stored: StoredBatch) -> StoredBatch:
         """A batch as it is now."""
@@ -213,3 +244,66 @@ def test_a_restart_goes_on_in_the_round_of_each_line(site: Site, redis_server: R
     assert site.found(stored).rounds == rounds
     with redis_server.client() as redis:
         assert redis.xlen(f"infer.{{{announced}}}.low") == 3
+
+
+@pytest.mark.parametrize("code", ["cancelled", "expired"])
+def test_a_stopped_batch_cancels_the_jobs_of_an_earlier_process(
+    site: Site, redis_server: RedisServer, announced: str, code: str
+):
+    """Those that a killed process left, in the round of their line; a line that no process began costs nothing."""
+    stored = site.batch(lines=5)
+    left = dict.fromkeys((1, 2, 3, 4), 0)
+    ids = job_ids(announced, stored.batch.id, left)
+    site.run(doubling(announced), lambda: states_of(redis_server, ids) == ["QUEUED"] * 4, max_outstanding=4)
+    site.stop(stored, code)
+    asked: list[bytes] = []
+
+    async def endpoint(body: bytes) -> LineJob:
+        asked.append(body)
+        return await doubling(announced)(body)
+
+    site.run(endpoint, lambda: site.has_ended(stored), max_outstanding=4)
+    assert states_of(redis_server, ids) == ["CANCELLED"] * 4
+    assert sorted(asked) == [b"0", b"1", b"2", b"3"]
+    batch = site.found(stored).batch
+    assert (batch.status, batch.request_counts) == (code, Counts(5, 0, 5))
+
+
+def test_a_batch_that_is_stopped_before_it_goes_on_cancels_its_jobs(
+    site: Site, redis_server: RedisServer, announced: str
+):
+    """The lines wait for a worker when the batch is cancelled, and jobs of an earlier process are in a later round."""
+    stored = site.batch()
+    site.run(doubling(announced), lambda: len(site.found(stored).rounds) == 3, **{"queue.job_ttl_s": 0.2})
+    with redis_server.client() as redis:
+        # A job of the short lifetime may be there, and would have its line in one more round.
+        redis.flushall()
+    announce(redis_server, announced)
+    ids = job_ids(announced, stored.batch.id, site.found(stored).rounds)
+    site.run(doubling(announced), lambda: states_of(redis_server, ids) == ["QUEUED"] * 3)
+
+    async def endpoint(body: bytes) -> LineJob:
+        if not site.store.stopped_changes:
+            site.stop(stored, "cancelled")
+            # The first look at it stops the run, the second one comes afterwards.
+            while site.store.stopped_changes < 2:
+                await asyncio.sleep(0.01)
+            raise ModelNotReady("No worker has the model. Expected one")
+        return await doubling(announced)(body)
+
+    site.run(endpoint, lambda: site.has_ended(stored))
+    assert states_of(redis_server, ids) == ["CANCELLED"] * 3
+
+
+def test_a_stopped_batch_cancels_jobs_that_may_be_accepted(site: Site, redis_server: RedisServer, announced: str):
+    """The answer of their submit was lost, and the batch is cancelled before they are submitted again."""
+    stored = site.batch()
+    ids = job_ids(announced, stored.batch.id, dict.fromkeys((1, 2, 3), 0))
+
+    def has_ended() -> bool:
+        if states_of(redis_server, ids) == ["QUEUED"] * 3 and site.found(stored).batch.status == "in_progress":
+            site.stop(stored, "cancelled")
+        return site.has_ended(stored)
+
+    site.run(doubling(announced), has_ended, _DeafClient)
+    assert states_of(redis_server, ids) == ["CANCELLED"] * 3
