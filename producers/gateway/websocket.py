@@ -352,6 +352,8 @@ class _Connection:
         handle = self._jobs.client.job(request.job)
         await handle.status()
         opened.handle = handle
+        if opened.is_cancelled:
+            await handle.cancel()
         codec: Codec = "json"
         # A model that is no longer served has left no wish.
         with suppress(UnknownModel):

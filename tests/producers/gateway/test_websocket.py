@@ -201,6 +201,22 @@ def test_a_request_is_cancelled_by_its_id(stack: GatewayStack):
     assert ends[3]["error"]["code"] == "cancelled"
 
 
+def test_a_job_that_is_followed_is_cancelled_at_once(stack: GatewayStack, http: httpx.Client):
+    """The cancellation comes right behind the request, before the gateway has found the job."""
+    document = {"model": "counter", "inputs": {"count": [300], "delay_ms": [100.0]}}
+    job = http.post("/v1/jobs", json=document).json()["id"]
+
+    async def run(socket: ClientConnection) -> list[str]:
+        await socket.send(json.dumps({"id": 1, "job": job}))
+        await socket.send(json.dumps({"cancel": 1}))
+        kinds: list[str] = []
+        while not kinds or kinds[-1] not in ("completed", "cancelled"):
+            kinds.append(json.loads(await socket.recv())["type"])
+        return kinds
+
+    assert talk(stack.gateway, run)[-1] == "cancelled"
+
+
 BAD: list[tuple[str | bytes, int]] = [
     ("{", 422),
     ("[]", 422),
