@@ -22,6 +22,7 @@ from penstock.producers.gateway.predict import PredictFields
 from penstock.producers.gateway.problems import as_problem_json, problem_of
 from penstock.producers.gateway.request_headers import checked_key
 from penstock.producers.gateway.tensors import decoded, plain_inputs, write_outputs
+from penstock.producers.gateway.waiting import check_late
 from penstock.registry.envelope import Retry
 from penstock.registry.errors import InvalidInput, PenstockError, UnknownJob
 from penstock.registry.tensors import Array
@@ -72,10 +73,11 @@ class _Calls:
         )
         try:
             outputs = job.result(self._wait_s + (timeout_ms or 0) / 1000)
-        except TimeoutError:
+        except TimeoutError as error:
             # Nobody else knows its id. With a key, another request may wait for the same job.
             if key is None:
                 job.cancel()
+                check_late(error)
             raise
         return _answer_outputs(outputs, {"model": model, "version": job.info().version, "job_id": job.id})
 

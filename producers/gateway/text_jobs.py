@@ -23,7 +23,7 @@ from penstock.producers.events import JobEvent
 from penstock.producers.gateway.event_stream import EventStreams
 from penstock.producers.gateway.exchange import ClientGone, Exchange
 from penstock.producers.gateway.token_pieces import TokenChoice
-from penstock.producers.gateway.waiting import JobRequest, Jobs, job_headers
+from penstock.producers.gateway.waiting import JobRequest, Jobs, check_late, job_headers
 from penstock.registry.errors import InvalidInput, JobFailed, UnknownJob
 from penstock.registry.generation_inputs import with_options
 from penstock.registry.queues import PriorityName
@@ -188,10 +188,11 @@ class TextJobs:
                     handles.append(await self._jobs.submit(each, exchange))
                 exchange.about = job_headers(handles[0].id)
                 yield handles
-            except (ClientGone, asyncio.CancelledError, Exception):
+            except (ClientGone, asyncio.CancelledError, Exception) as error:
                 if request.idempotency_key is None:
                     for handle in handles:
                         self._jobs.abandon(handle)
+                    check_late(error)
                 raise
 
     async def _merged(self, handles: Sequence[AsyncJobHandle]) -> AsyncGenerator[Delta | None, None]:

@@ -23,11 +23,11 @@ from penstock.producers.gateway.fleet import GatewayClient
 from penstock.producers.job_state import JobInfo
 from penstock.registry.admission import SubmitOptions
 from penstock.registry.envelope import Retry
-from penstock.registry.errors import PenstockError, QueueFull
+from penstock.registry.errors import PenstockError, QueueFull, ResultTimeout
 from penstock.registry.queues import PriorityName
 from penstock.registry.tensors import Array
 
-__all__ = ["Finished", "JobRequest", "Jobs", "Requester", "job_headers"]
+__all__ = ["Finished", "JobRequest", "Jobs", "Requester", "check_late", "job_headers"]
 
 _FULL_RETRY_S: Final = 1.0
 _LONGEST_RETRY_S: Final = 60
@@ -105,9 +105,10 @@ class Jobs:
             handle = await self.submit(request, exchange)
             try:
                 info = await self._await_end(handle, self.wait_s + (request.deadline_s or 0), exchange)
-            except (ClientGone, asyncio.CancelledError, TimeoutError):
+            except (ClientGone, asyncio.CancelledError, TimeoutError) as error:
                 if request.idempotency_key is None:
                     self.abandon(handle)
+                    check_late(error)
                 raise
         return Finished(handle.id, await handle.result(), info)
 
@@ -140,10 +141,11 @@ class Jobs:
             try:
                 with self.waiter(handle.id):
                     yield handle
-            except (ClientGone, asyncio.CancelledError, OSError):
+            except (ClientGone, asyncio.CancelledError, OSError) as error:
                 # OSError: also TimeoutError, and what servers raise at a write to a client that has gone.
                 if request.idempotency_key is None:
                     self.abandon(handle)
+                    check_late(error)
                 raise
 
     async def submit_and_wait(self, request: JobRequest, wait_s: float, exchange: Requester) -> AsyncJobHandle:
@@ -174,6 +176,10 @@ class Jobs:
                 async for event in handle.stream(timeout=self.wait_s):
                     is_over = event.is_terminal
                     yield event
+            except ResultTimeout as late:
+                if request.idempotency_key is None:
+                    check_late(late)
+                raise
             finally:
                 if not is_over and request.idempotency_key is None:
                     self.abandon(handle)
@@ -267,6 +273,16 @@ class _Waiter:
     def __exit__(self, *_: object) -> None:
         if (left := self._waiters.pop(self._job_id) - 1) > 0:
             self._waiters[self._job_id] = left
+
+
+def check_late(error: BaseException) -> None:
+    """Raises the ResultTimeout of a request that takes its job with it: the client's own one says that it goes on."""
+    if isinstance(error, ResultTimeout):
+        begin, _, _ = str(error).partition(";")
+        raise ResultTimeout(
+            f"{begin}; the job is cancelled, unless another request waits for it. Expected a shorter job, or an "
+            "idempotency key, with which it goes on"
+        ) from None
 
 
 async def _abandon(client: GatewayClient, handle: AsyncJobHandle) -> None:

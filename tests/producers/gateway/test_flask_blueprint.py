@@ -69,6 +69,7 @@ def test_a_prediction_that_takes_too_long_cancels_its_job(http: Any):
     """504, and the job does not go on for nobody."""
     found = http.post("/short/models/napper:predict", json={"inputs": {"x": [[1, 9, 9, 9]]}})
     assert found.status_code == 504
+    assert "; the job is cancelled, unless" in found.json["detail"]
 
 
 def test_an_idempotency_key_is_read_as_by_the_gateway(http: Any):

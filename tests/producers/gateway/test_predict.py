@@ -12,6 +12,7 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
+from websockets.sync.client import connect
 
 from penstock import Client
 from tests.producers.gateway.conftest import GatewayStack, StartGateway
@@ -235,7 +236,10 @@ def test_a_job_that_may_not_start_in_time_is_504(stack: GatewayStack, http: http
 
 
 def test_a_job_that_takes_too_long_is_504(stack: GatewayStack, start_gateway: StartGateway):
-    """timeout_seconds bounds the wait of a request; its job is cancelled, because nobody will read the result."""
+    """timeout_seconds bounds the wait of a request; its job is cancelled, because nobody will read the result.
+
+    The answer says so, also over WebSocket. With an idempotency key the job goes on, and the answer says that.
+    """
     gateway = start_gateway(PENSTOCK_INFERENCE_TIMEOUT_SECONDS="0.1")
     with Client(stack.server.url) as client, gateway.client() as http:
         # Frozen, the worker cannot be faster than the cancellation.
@@ -246,6 +250,13 @@ def test_a_job_that_takes_too_long_is_504(stack: GatewayStack, start_gateway: St
             assert found.status_code == 504
             job_id = found.headers["penstock-job-id"]
             wait_until(lambda: client.job(job_id).status() == "cancelled", 30, "it is cancelled")
+            assert "s; the job is cancelled, unless another request waits for it. Expected" in found.json()["detail"]
+            headers, request = {"Idempotency-Key": "late"}, {"inputs": {"x": [[9, 0, 1, 4]]}}
+            keyed = http.post("/v1/models/napper:predict", json=request, headers=headers)
+            assert keyed.json()["detail"] == "No result within 0.1 s; the job goes on"
+            with connect(f"{gateway.url.replace('http', 'ws')}/predict/stream?model=napper") as socket:
+                socket.send(json.dumps({"inputs": {"x": [[9, 0, 2, 4]]}}))
+                assert "; the job is cancelled, unless" in json.loads(socket.recv())["error"]["detail"]
         finally:
             stack.worker.thaw()
         for job in running:
