@@ -24,7 +24,7 @@ from penstock.producers.gateway.event_stream import EventStreams
 from penstock.producers.gateway.exchange import ClientGone, Exchange
 from penstock.producers.gateway.token_pieces import TokenChoice
 from penstock.producers.gateway.waiting import JobRequest, Jobs, check_late, job_headers
-from penstock.registry.errors import InvalidInput, JobFailed, UnknownJob
+from penstock.registry.errors import InvalidInput, JobFailed, ResultGone, UnknownJob
 from penstock.registry.generation_inputs import with_options
 from penstock.registry.queues import PriorityName
 from penstock.registry.sampling_params import SamplingParams
@@ -263,7 +263,8 @@ def only_text(outputs: Mapping[str, Array]) -> Text:
 def delta_of(index: int, event: JobEvent, sent: Sent) -> Delta | None:
     """None for an event without text. sent: what was told before.
 
-    Raises the error of a job that failed, and JobFailed for a lost beginning.
+    Raises the error of a job that failed, JobFailed for a text that began anew behind its beginning, and ResultGone
+    where the broker has dropped events: the text would have a gap.
     """
     if event.type == "chunk":
         tokens = _choices(event.data["token_ids"].tolist(), str(event.data.get("logprobs", "")))
@@ -272,6 +273,8 @@ def delta_of(index: int, event: JobEvent, sent: Sent) -> Delta | None:
         whole = only_text(event.data)
         # An answer from the cache has no chunks.
         return Delta(index, whole.text[sent.characters :], whole, whole.tokens[sent.tokens :])
+    if event.type == "reset" and event.data == "trimmed":
+        raise ResultGone("The broker keeps the beginning of the text no longer. Expected a request without stream")
     if event.type == "reset" and sent != Sent():
         raise JobFailed("The beginning of the text was sent, and the job began anew. Expected a new request")
     if isinstance(event.data, Exception):

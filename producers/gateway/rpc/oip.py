@@ -29,7 +29,7 @@ from penstock.producers.gateway.rpc.messages import message
 from penstock.producers.gateway.rpc.streams import Send, Streams
 from penstock.producers.gateway.rpc.tensors import parameters_of, read_infer, write_infer
 from penstock.producers.gateway.waiting import JobRequest, Jobs
-from penstock.registry.errors import UnknownModel
+from penstock.registry.errors import ResultGone, UnknownModel
 
 __all__ = ["SERVICE", "OipService"]
 
@@ -139,6 +139,11 @@ class OipService:
         async with aclosing(self._jobs.stream(_job(call, request, None), call)) as events:
             has_sent = False
             async for event in events:
+                if event.type == "reset" and event.data == "trimmed":
+                    raise ResultGone(
+                        "The broker keeps chunks that were not taken in time no longer. Expected a faster reader, or "
+                        "ModelInfer"
+                    )
                 if event.type == "reset" and has_sent:
                     raise RequestRefused(503, "The job began anew, so its chunks are void. Expected a new request")
                 if isinstance(event.data, Mapping):

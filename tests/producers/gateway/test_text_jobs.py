@@ -1,11 +1,13 @@
-"""The jobs of a request for several texts, and their idempotency keys."""
+"""The jobs of a request for several texts, their idempotency keys, and events that make a text void."""
 
 from __future__ import annotations
 
 import pytest
 
+from penstock.producers.events import JobEvent
 from penstock.producers.gateway.request_headers import checked_key
-from penstock.producers.gateway.text_jobs import TextRequest
+from penstock.producers.gateway.text_jobs import Delta, Sent, TextRequest, delta_of
+from penstock.registry.errors import JobFailed, ResultGone
 from penstock.registry.sampling_params import SamplingParams
 
 
@@ -32,3 +34,14 @@ def test_the_first_text_has_the_key_of_the_request(key: str):
 def test_without_a_key_no_text_has_one():
     """Then the client's end cancels them."""
     assert keys_of(None, 2) == [None, None]
+
+
+def test_a_text_whose_first_events_are_gone_is_no_text():
+    """A late reader, as with the key of an earlier request, would get the later half twice in place of the whole."""
+    begun = Sent().and_then(Delta(0, "half"))
+    for sent in (Sent(), begun):
+        with pytest.raises(ResultGone, match="Expected a request without stream"):
+            delta_of(0, JobEvent(7, "reset", "trimmed"), sent)
+    assert delta_of(0, JobEvent(7, "reset", "redelivered"), Sent()) is None
+    with pytest.raises(JobFailed, match="began anew"):
+        delta_of(0, JobEvent(7, "reset", "redelivered"), begun)

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.producers.gateway.conftest import GatewayStack
+from penstock import Client
+from tests.producers.gateway.conftest import GatewayStack, StartGateway
 from tests.producers.gateway.rpc.conftest import INFER, ROW, TWICE, Caller, infer_request
 from tests.servers import require_module
 
@@ -102,6 +103,31 @@ def test_a_model_that_streams_answers_with_each_chunk(stack: GatewayStack):
     assert [name for answer in answers[:-1] for name in (each.name for each in answer.get_response().outputs)]
     assert len(answers) == 4
     assert answers[-1].as_numpy("total").tolist() == [3]
+
+
+def test_chunks_that_are_gone_are_told(stack: GatewayStack, start_gateway: StartGateway):
+    """A stream behind which the broker has dropped chunks ends with an error that does not speak of a new run."""
+    triton = require_module("tritonclient.grpc")
+    gateway, pattern = start_gateway(), "{counter}:job:*:events"
+    found: queue.Queue[Any] = queue.Queue()
+    with stack.server.client() as redis, triton.InferenceServerClient(gateway.rpc) as client:
+        known = set(redis.scan_iter(pattern))
+        client.start_stream(lambda result, error: found.put(error or result))
+        delay = given(triton, np.array([50], np.float32), "delay_ms")
+        client.async_stream_infer("counter", [given(triton, np.array([60]), "count", "INT64"), delay])
+        found.get(timeout=60)
+        gateway.freeze()
+        try:
+            (events,) = set(redis.scan_iter(pattern)) - known
+            with Client(stack.server.url) as direct:
+                direct.job(f"counter.{events.decode().split(':')[2]}").result(60)
+            redis.xtrim(events, 1, approximate=False)
+        finally:
+            gateway.thaw()
+        while not isinstance(last := found.get(timeout=60), Exception):
+            assert not last.get_response().parameters["triton_final_response"].bool_param
+        client.stop_stream()
+    assert "gone: The broker keeps chunks" in str(last)
 
 
 def test_parameters_that_are_not_obeyed_are_refused(stack: GatewayStack):
