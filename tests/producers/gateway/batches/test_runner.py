@@ -88,6 +88,9 @@ def states_of(server: RedisServer, ids: list[str]) -> list[str | None]:
 class Site:
     """A store, and processes that run its batches one after the other."""
 
+    make_client: type[GatewayClient] = GatewayClient
+    max_outstanding = 2048
+
     def __init__(self, folder: Path, server: RedisServer) -> None:
         self._folder = folder
         self._server = server
@@ -110,24 +113,17 @@ class Site:
         )
         return self.store.add_batch(StoredBatch("a", new_id("file-"), new_id("file-"), batch))
 
-    def run(
-        self,
-        endpoint: Endpoint,
-        until: Callable[[], object],
-        make_client: type[GatewayClient] = GatewayClient,
-        max_outstanding: int = 2048,
-        **settings: object,
-    ) -> None:
+    def run(self, endpoint: Endpoint, until: Callable[[], object], **settings: object) -> None:
         """A process that runs the batches until a condition holds."""
 
         async def process() -> None:
             found = Settings.load(environ={}, cwd=self._folder, overrides=settings)
-            client = make_client(self._server.url, settings=found)
+            client = self.make_client(self._server.url, settings=found)
             async with client:
                 limits = RateLimits(found.inference.safeguards.rate_limit, client.spend)
                 access = Access(found, KeyCopy(lambda _: []), limits)
                 options = RunOptions(
-                    lambda _: endpoint, access.resume, lambda _: (500, b'"failed"'), max_outstanding, 1000
+                    lambda _: endpoint, access.resume, lambda _: (500, b'"failed"'), self.max_outstanding, 1000
                 )
                 runner = BatchRunner(self.store, client, options, clock=lambda: NOW_S)
                 runner.start()
@@ -251,10 +247,11 @@ def test_a_stopped_batch_cancels_the_jobs_of_an_earlier_process(
     site: Site, redis_server: RedisServer, announced: str, code: str
 ):
     """Those that a killed process left, in the round of their line; a line that no process began costs nothing."""
+    site.max_outstanding = 4
     stored = site.batch(lines=5)
     left = dict.fromkeys((1, 2, 3, 4), 0)
     ids = job_ids(announced, stored.batch.id, left)
-    site.run(doubling(announced), lambda: states_of(redis_server, ids) == ["QUEUED"] * 4, max_outstanding=4)
+    site.run(doubling(announced), lambda: states_of(redis_server, ids) == ["QUEUED"] * 4)
     site.stop(stored, code)
     asked: list[bytes] = []
 
@@ -262,7 +259,7 @@ def test_a_stopped_batch_cancels_the_jobs_of_an_earlier_process(
         asked.append(body)
         return await doubling(announced)(body)
 
-    site.run(endpoint, lambda: site.has_ended(stored), max_outstanding=4)
+    site.run(endpoint, lambda: site.has_ended(stored))
     assert states_of(redis_server, ids) == ["CANCELLED"] * 4
     assert sorted(asked) == [b"0", b"1", b"2", b"3"]
     batch = site.found(stored).batch
@@ -305,5 +302,6 @@ def test_a_stopped_batch_cancels_jobs_that_may_be_accepted(site: Site, redis_ser
             site.stop(stored, "cancelled")
         return site.has_ended(stored)
 
-    site.run(doubling(announced), has_ended, _DeafClient)
+    site.make_client = _DeafClient
+    site.run(doubling(announced), has_ended)
     assert states_of(redis_server, ids) == ["CANCELLED"] * 3
