@@ -60,6 +60,17 @@ def _document(text: str) -> bytes:
     return body
 
 
+def _key(text: str) -> str:
+    """The API key in a file."""
+    try:
+        key = Path(text).read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        key = ""
+    if not key or any(letter.isspace() for letter in key):
+        raise ArgumentTypeError(f"{text!r:.80} holds no API key. Expected a file with a key of `penstock keys create`")
+    return key
+
+
 @events.init_command_line_parser.add_listener
 def _add_options(parser: Any) -> None:
     group = parser.add_argument_group("Penstock")
@@ -69,6 +80,10 @@ def _add_options(parser: Any) -> None:
     group.add_argument("--warmup", type=_count, default=0, help="Requests before the users begin; they are not counted")
     group.add_argument(
         "--payload-file", dest="payload", type=_document, help="A JSON file with the body (default: a sample)"
+    )
+    # Not the key itself: other users of the machine can read the arguments of a program.
+    group.add_argument(
+        "--api-key-file", dest="api_key", type=_key, default="", help="A file with an API key (default: no key is sent)"
     )
     group.add_argument("--request-timeout", type=_positive, default=30.0, help="Seconds of one request (default: 30)")
     group.add_argument("--verify-response", action="store_true", help="Fail answers without at least one output tensor")
@@ -96,8 +111,9 @@ class ModelUser(FastHttpUser):
             raise StopUser
         ModelUser.begun += 1
         path = _path(options)
-        headers = {"Content-Type": "application/json"}
-        with self.client.post(path, data=ModelUser.body, headers=headers, name=path, catch_response=True) as answer:
+        with self.client.post(
+            path, data=ModelUser.body, headers=_headers(options), name=path, catch_response=True
+        ) as answer:
             if answer.status_code == 0:
                 answer.failure(f"no answer: {answer.error!r:.200}")
             elif answer.status_code != 200:
@@ -138,12 +154,17 @@ def _path(options: Any) -> str:
     return f"/v1/models/{options.model_name}{version}:predict"
 
 
+def _headers(options: Any) -> dict[str, str]:
+    key = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    return {"Content-Type": "application/json", **key}
+
+
 def _ask(environment: Environment, path: str, body: bytes | None, timeout_s: float) -> Any:
     """The JSON of an answer. Raises OSError and ValueError."""
     url = f"{(environment.host or '').rstrip('/')}{path}"
     if not url.startswith(("http://", "https://")):
         raise ValueError("no --host. Expected the URL of a gateway, such as http://127.0.0.1:8000")
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310 - checked above
+    request = urllib.request.Request(url, body, _headers(environment.parsed_options))  # noqa: S310 - checked above
     with urllib.request.urlopen(request, timeout=timeout_s) as answer:  # noqa: S310
         return json.load(answer)
 

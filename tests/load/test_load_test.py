@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -20,6 +20,8 @@ from tests.servers import ROOT, RedisServer, WorkerProcess, redis_binaries, requ
 
 pytestmark = pytest.mark.slow
 """Locust starts a client, and waits between two looks at its own figures."""
+Recorded: TypeAlias = tuple[str, list[bytes], set[str | None]]
+"""(URL, bodies, values of `Authorization`)"""
 HEADLESS = ["--headless", "-u", "4", "-r", "4", "--only-summary", "--run-time", "30s"]
 
 
@@ -50,8 +52,10 @@ class Recorder(BaseHTTPRequestHandler):
     """Answers each prediction without an output, and keeps the bodies. Its models generate text."""
 
     bodies: list[bytes]
+    keys: set[str | None]
 
     def do_GET(self) -> None:
+        self.keys.add(self.headers["authorization"])
         inputs = [
             {"name": "prompt", "dtype": "string", "shape": [1], "optional": True},
             {"name": "prompt_token_ids", "dtype": "int64", "shape": [1, "prompt_tokens"], "optional": True},
@@ -59,6 +63,7 @@ class Recorder(BaseHTTPRequestHandler):
         self._answer(json.dumps({"inputs": inputs}).encode())
 
     def do_POST(self) -> None:
+        self.keys.add(self.headers["authorization"])
         self.bodies.append(self.rfile.read(int(self.headers["content-length"])))
         self._answer(b'{"model": "m", "version": "1", "outputs": {}}')
 
@@ -73,15 +78,16 @@ class Recorder(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def recorder() -> Iterator[tuple[str, list[bytes]]]:
-    """(URL, bodies) of a server that answers with empty outputs."""
+def recorder() -> Iterator[Recorded]:
+    """(URL, bodies, values of `Authorization`) of a server that answers with empty outputs."""
     # Not imported: it replaces the threads and sockets of its process.
     require(importlib.util.find_spec("locust"), "locust")
     bodies: list[bytes] = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("_Recorder", (Recorder,), {"bodies": bodies}))
+    keys: set[str | None] = set()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("_Recorder", (Recorder,), {"bodies": bodies, "keys": keys}))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", bodies
+    yield f"http://127.0.0.1:{server.server_port}", bodies, keys
     server.shutdown()
     thread.join()
     server.server_close()
@@ -114,11 +120,20 @@ def test_a_host_may_end_with_a_slash(gateway: GatewayProcess, tmp_path: Path):
     assert (status, figures.get("num_failures"), figures.get("num_requests")) == (0, 0, 4), output
 
 
-def test_a_model_without_required_inputs_gets_its_first(recorder: tuple[str, list[bytes]], tmp_path: Path):
+def test_a_model_without_required_inputs_gets_its_first(recorder: Recorded, tmp_path: Path):
     """As one that generates text: its prompt is one of several inputs, of which any one is enough."""
-    url, bodies = recorder
+    url, bodies, _ = recorder
     status, output, _ = run(url, tmp_path, "--model-name", "writer", "--requests", "2")
     assert (status, [json.loads(body) for body in bodies]) == (0, [{"inputs": {"prompt": ["a sentence"]}}] * 2), output
+
+
+def test_every_request_has_the_key_of_its_file(recorder: Recorded, tmp_path: Path):
+    """Also that for the signature, and those of the warm-up."""
+    url, bodies, keys = recorder
+    (tmp_path / "key").write_text("pk_1234\n")
+    options = ["--model-name", "m", "--requests", "2", "--warmup", "1"]
+    status, output, _ = run(url, tmp_path, *options, "--api-key-file", "key")
+    assert (status, len(bodies), keys) == (0, 3, {"Bearer pk_1234"}), output
 
 
 def test_time_outs_are_counted(gateway: GatewayProcess, tmp_path: Path):
@@ -128,9 +143,9 @@ def test_time_outs_are_counted(gateway: GatewayProcess, tmp_path: Path):
     assert (status, figures["num_failures"], figures["num_requests"]) == (1, 8, 8), output
 
 
-def test_a_body_of_your_own_and_empty_outputs(recorder: tuple[str, list[bytes]], tmp_path: Path):
+def test_a_body_of_your_own_and_empty_outputs(recorder: Recorded, tmp_path: Path):
     """IN-060, IN-062: the server sees the body of the file; answers without an output fail where they are verified."""
-    url, bodies = recorder
+    url, bodies, _ = recorder
     file = tmp_path / "payload.json"
     file.write_text('{"inputs": {"x": [[7, 7]]}}')
     options = ["--model-name", "m", "--payload-file", str(file), "--requests", "6"]
