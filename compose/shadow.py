@@ -19,6 +19,7 @@ from penstock.compose.canary_gate import record_verdict
 from penstock.compose.candidates import CheckedCandidate, checked_candidate
 from penstock.compose.rollout.audit_log import audit_logger
 from penstock.compose.rollout.operator_keys import operator_keys
+from penstock.compose.terminal import stop_signals
 from penstock.registry.broker.base import FleetEnd
 from penstock.registry.broker.breakers import CANDIDATE
 from penstock.registry.broker.redis_breakers import RedisBreakers
@@ -173,7 +174,7 @@ def serve_shadow(
     if gives_way:
         give_way()
     is_stopping = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in stop_signals():
         signal.signal(number, lambda *_: is_stopping.set())
     validators = ValidatorRegistry()
     validators.load_entry_points()

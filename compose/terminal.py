@@ -36,6 +36,7 @@ __all__ = [
     "print_data",
     "print_drawn",
     "printable",
+    "stop_signals",
     "terminable",
 ]
 
@@ -128,6 +129,12 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
+def stop_signals() -> list[signal.Signals]:
+    """The signals that end a command in order. SIGHUP is none of them where it is ignored: `nohup` asks for that."""
+    closed_terminal = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, signal.SIGINT, *closed_terminal]
+
+
 class _Terminated(SystemExit):
     """Raised by the signal `number`."""
 
@@ -156,7 +163,7 @@ def terminable() -> Iterator[None]:
         else:
             hook(dropped)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, leave) for number in stop_signals() if number != signal.SIGINT}
     hook, sys.unraisablehook = sys.unraisablehook, repeat
     try:
         yield

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from typing import Any, Final
 
+from penstock.compose.terminal import stop_signals
 from penstock.producers.webhooks.delivery import Deliverer, DelivererLimits, DeliveryListener
 from penstock.registry import stack_file
 from penstock.registry.broker.webhooks import Webhook, WebhookEnd
@@ -38,7 +38,7 @@ def deliver(settings: Settings, broker: WebhookEnd, listener: DeliveryListener) 
 
     async def run() -> None:
         stopping = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in stop_signals():
             asyncio.get_running_loop().add_signal_handler(number, stopping.set)
         await deliverer.run(stopping)
 

@@ -85,6 +85,7 @@ from penstock.workers.cache.opening import open_tiers
 from penstock.workers.cache.rekeying import Rekeying
 from penstock.workers.celery_bridge.events import CeleryEventSender
 from penstock.workers.celery_bridge.remote_control import (
+    keep_foreign_results,
     refuse_commands,
     refuse_pool_commands,
     register_control_command,
@@ -629,6 +630,7 @@ def _remote_control(
     with restored_tables():
         show_drain(drain, celery.listener, celery.hostname, settings=settings.inference.as_shown())
         register_control_command(verifier, commands.execute)
+        keep_foreign_results()
         if settings.inference.celery.remote_control:
             refuse_pool_commands()
         else:

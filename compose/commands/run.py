@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from penstock.compose.commands.options import app_option
-from penstock.compose.terminal import as_json_option, connected, console, load_settings, print_drawn, terminable
+from penstock.compose.terminal import (
+    as_json_option,
+    connected,
+    console,
+    load_settings,
+    print_drawn,
+    stop_signals,
+    terminable,
+)
 from penstock.registry.errors import BrokerRefused, BrokerUnavailable, ConfigurationError
 
 if TYPE_CHECKING:
@@ -132,7 +140,7 @@ def worker(
     programs = [worker_program(each, settings, children, None, log_level=log_level) for each in devices]
     with RestartReport.open(settings.home) as report:
         supervisor = Supervisor(programs, worker_timeouts(settings), on_change=report.write)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in stop_signals():
             signal.signal(number, lambda *_: supervisor.stop())
         status = supervisor.run()
     sys.exit(status)

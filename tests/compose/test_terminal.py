@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from penstock.compose.terminal import console, terminable
+from penstock.compose.terminal import console, stop_signals, terminable
 
 
 @pytest.mark.parametrize("text", ["/srv/[prod]/logs", "/srv/[/prod]/logs", "worker :smile: [bold]1[/]"])
@@ -55,6 +55,20 @@ def test_a_signal_inside_a_finalizer_still_ends_the_block(number: signal.Signals
         assert left.value.code == 128 + number
     assert {each: signal.getsignal(each) for each in handlers} == handlers
     assert sys.unraisablehook is hook
+
+
+def test_a_closed_terminal_does_not_end_what_nohup_started():
+    """`nohup` starts a program with SIGHUP ignored: it stays so, inside and outside of the block."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with terminable():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert stop_signals() == [signal.SIGTERM, signal.SIGINT]
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        assert stop_signals() == [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_other_errors_of_finalizers_are_reported(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):

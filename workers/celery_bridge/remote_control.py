@@ -1,6 +1,7 @@
 """Celery's remote control and heartbeat: they show the jobs of the drain, and only safe commands stay.
 
     inspect active, reserved, stats; the heartbeat's counts --> DrainView, CeleryEventSender
+    revoke --> Celery's list of revoked ids, which drain and consumer read; no result of a task that is not held here
     a signed command of an operator --> CommandVerifier --> the worker
     shutdown, pool_grow, add_consumer ... --> a refusal in words
 
@@ -13,11 +14,15 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Final, Protocol
 
+from celery import states
+from celery.utils.collections import AttributeDict
 from celery.worker import heartbeat
 from celery.worker import state as worker_state
 from celery.worker.control import Panel
+from kombu.utils.url import maybe_sanitize_url
 
 from penstock.registry.control import CONTROL_COMMAND, Command, CommandVerifier
 from penstock.registry.envelope import JobHeader
@@ -28,6 +33,7 @@ from penstock.workers.celery_bridge.presentation import shown_arguments, shown_i
 __all__ = [
     "OPEN_COMMANDS",
     "DrainView",
+    "keep_foreign_results",
     "refuse_commands",
     "refuse_pool_commands",
     "register_control_command",
@@ -91,7 +97,7 @@ def show_drain(view: DrainView, listener: CeleryEventSender, hostname: str, *, s
         return [*celery_reserved(state), *_requests(view.reserved(), hostname)]
 
     def stats(state: Any) -> dict[str, Any]:
-        known = celery_stats(state)
+        known = _without_secrets(celery_stats(state))
         return {
             **known,
             "total": {**known["total"], **listener.totals.copy()},
@@ -102,6 +108,36 @@ def show_drain(view: DrainView, listener: CeleryEventSender, hostname: str, *, s
     Panel.data.update(active=active, dump_active=active, reserved=reserved, dump_reserved=reserved, stats=stats)
     heartbeat.active_requests = _ActiveJobs(view)
     heartbeat.all_total_count = _FinishedJobs(listener)
+
+
+def keep_foreign_results() -> None:
+    """Let `revoke` store results of those tasks only whose messages this worker holds.
+
+    Celery 5.7 stores REVOKED for every other id, too, while the task runs elsewhere: as the task of another program, or
+    as a job. Its sender would get TaskRevokedError.
+    """
+    for name in ("revoke", "terminate"):
+        Panel.data[name] = _keeping_results(Panel.data[name])
+
+
+def _keeping_results(celery_command: Callable[..., Any]) -> Callable[..., Any]:
+    # Celery leaves the result of a task alone that has ended.
+    backend = SimpleNamespace(get_state=lambda task_id: states.SUCCESS)
+
+    def command(state: Any, *arguments: Any, **named: Any) -> Any:
+        return celery_command(AttributeDict({**state, "app": SimpleNamespace(backend=backend)}), *arguments, **named)
+
+    return command
+
+
+def _without_secrets(stats: dict[str, Any]) -> dict[str, Any]:
+    """Celery's `stats`. Where its broker is a socket, it shows the whole URL as the host."""
+    broker = stats.get("broker")
+    if not isinstance(broker, dict):
+        return stats
+    alternates = [maybe_sanitize_url(url) for url in broker.get("alternates") or ()]
+    hidden = {"hostname": maybe_sanitize_url(broker.get("hostname")), "alternates": alternates}
+    return {**stats, "broker": {**broker, **hidden}}
 
 
 def register_control_command(verifier: CommandVerifier, execute: Callable[[Command], str]) -> None:
