@@ -7,15 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, states
+from celery.utils.collections import AttributeDict
 from celery.worker import heartbeat
 from celery.worker import state as worker_state
 from celery.worker.control import Panel
+from kombu import Connection
 
 from penstock.registry.envelope import JobHeader
 from penstock.workers.celery_bridge.events import CeleryEventSender
 from penstock.workers.celery_bridge.remote_control import (
     OPEN_COMMANDS,
+    keep_foreign_results,
     refuse_commands,
     refuse_pool_commands,
     restored_tables,
@@ -56,6 +59,37 @@ def test_inspect_shows_the_drains_jobs(app: Celery):
     assert (reserved["id"], reserved["name"]) == ("b6f1c0de-task", "penstock.infer.minilm")
     assert stats["total"] == {"penstock.infer": 1, "penstock.infer.mlp": 2}
     assert stats["pid"] == 1
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis+socket://:s3cret@/run/redis.sock?virtual_host=1",
+        "redis://:s3cret@one:6379/0;redis://:s3cret@two:6379/0",
+        "amqp://someone:s3cret@host//",
+    ],
+)
+def test_stats_show_no_password_of_the_broker(app: Celery, url: str):
+    """Celery removes the password alone, and shows the URLs of sockets and of further brokers as they are."""
+    listener = CeleryEventSender(app, HOST, interval_s=1, is_wanted=lambda: False)
+    show_drain(HeldJobs([], []), listener, HOST, settings={})
+    facts = {name: value for name, value in Connection(url).info().items() if name != "password"}
+    controller = SimpleNamespace(stats=lambda: {"total": {}, "broker": facts})
+    stats = Panel.data["stats"](SimpleNamespace(consumer=SimpleNamespace(controller=controller)))
+    assert stats["broker"].keys() == facts.keys()
+    assert "s3cret" not in repr(stats)
+
+
+@pytest.mark.parametrize("command", ["revoke", "terminate"])
+def test_revoke_changes_no_result_of_a_task_that_is_not_held_here(app: Celery, command: str):
+    """The id is known as revoked; the task may run in another program, or as a job, and then it is not revoked."""
+    keep_foreign_results()
+    state = AttributeDict(app=app, consumer=SimpleNamespace(pool=None))
+    named = {"signal": "TERM"} if command == "terminate" else {}
+    answer = Panel.data[command](state, task_id=["runs-elsewhere"], **named)
+    assert "ok" in answer
+    assert "runs-elsewhere" in worker_state.revoked
+    assert app.backend.get_state("runs-elsewhere") == states.PENDING
 
 
 def test_celerys_heartbeat_counts_the_drains_jobs(app: Celery):
