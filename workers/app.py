@@ -30,6 +30,7 @@ from penstock.registry.stack_file import with_broker
 from penstock.safety.privacy import redactor_of
 from penstock.workers import children
 from penstock.workers.celery_bridge.application import WorkerApplication
+from penstock.workers.celery_bridge.consumer import drop_message
 from penstock.workers.celery_bridge.events import CeleryEventSender, TaskEventsFlag
 from penstock.workers.celery_bridge.result_store import CeleryResultStore
 from penstock.workers.celery_bridge.task_ingress import InferTask
@@ -175,6 +176,7 @@ def _configure_logs(loglevel: int, **_: Any) -> None:
     logging.getLogger("penstock").setLevel(min(loglevel, logging.INFO))
     for handler in logging.getLogger().handlers:
         handler.addFilter(_drop_payload)
+        handler.addFilter(drop_message)
 
 
 def _log_stream() -> OwnLog | None:

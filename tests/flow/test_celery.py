@@ -559,6 +559,21 @@ def test_a_revoked_job_never_runs(redis_server: RedisServer, models_root: Path, 
             pytest.fail(f"the job ended as {late_end!r}")
 
 
+def test_a_revoke_leaves_running_work_alone(redis_server: RedisServer, models_root: Path, start_worker: StartWorker):
+    """A job that runs ends with its result; and a revoke that is meant for another program's task stores nothing."""
+    app = celery_of(redis_server)
+    write_sleeper(models_root, "slow", forward_s=1.5)
+    worker = start_worker(redis_server, models_root)
+    consumes(app, worker)
+    inspect = app.control.inspect([worker.name], timeout=60)
+    running, foreign = send(app, "slow"), str(uuid4())
+    wait_until(lambda: (inspect.active() or {}).get(worker.name), 10, "the job runs")
+    app.control.revoke([running, foreign])
+    wait_until(lambda: foreign in ((inspect.revoked() or {}).get(worker.name) or ()), 10, "the revoke is known")
+    assert outcome(app, running)["outputs"] == {"y": TWICE}
+    assert app.AsyncResult(foreign).state == "PENDING"
+
+
 def _end_of(job: Any) -> Any:
     try:
         return job.result(timeout=60)
@@ -663,14 +678,14 @@ def test_foreign_messages_do_not_end_the_worker_and_foreign_queues_are_left_alon
     redis_server: RedisServer, models_root: Path, start_worker: StartWorker
 ):
     """The worker drops unknown tasks, malformed messages and bytes that are not a message, and serves the next task.
-    Tasks on other queues stay where they are.
+    Its log shows no body of theirs. Tasks on other queues stay where they are.
     """
     write_double(models_root)
     app = celery_of(redis_server)
     worker = start_worker(redis_server, models_root)
     consumes(app, worker)
     _let_go(app.send_task("other.task", queue="other", args=[1]))
-    _let_go(app.send_task("unknown.task", queue="penstock", args=[1]))
+    _let_go(app.send_task("unknown.task", queue="penstock", args=[str(CANARY)]))
     good = _raw_message(redis_server, app)
     hostile: list[bytes] = [
         b"not json",
@@ -682,6 +697,9 @@ def test_foreign_messages_do_not_end_the_worker_and_foreign_queues_are_left_alon
         _changed(good, lambda message: message.update(body=base64.b64encode(b"[1]").decode())),
         _changed(good, lambda message: message.update(body=base64.b64encode(b"\x80\x04pickle").decode())),
         _changed(good, lambda message: message.update({"content-type": "application/x-python-serialize"})),
+        _changed(good, lambda message: message.update(body=base64.b64encode(b"[%f" % CANARY).decode(), headers={})),
+        _changed(good, lambda message: message.update(body=base64.b64encode(b"[%f]" % CANARY).decode(), headers={})),
+        _changed(good, lambda message: message["headers"].update(eta="soon", kwargsrepr=str(CANARY))),
         _changed(good, lambda message: message["headers"].pop("id")),
         _changed(good, lambda message: message.update(headers=None)),
         _changed(good, lambda message: message.update(properties={})),
@@ -695,6 +713,7 @@ def test_foreign_messages_do_not_end_the_worker_and_foreign_queues_are_left_alon
     with redis_server.client() as client:
         assert client.llen("other") == 1
         assert client.llen("penstock") == 0
+    assert str(CANARY) not in worker.output.read_text()
 
 
 def _raw_message(server: RedisServer, app: Celery) -> bytes:

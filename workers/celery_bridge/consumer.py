@@ -7,15 +7,36 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from celery.worker.consumer import Consumer
+from celery.worker.consumer.consumer import (
+    INVALID_TASK_ERROR,
+    MESSAGE_DECODE_ERROR,
+    UNKNOWN_FORMAT,
+    UNKNOWN_TASK_ERROR,
+)
 from kombu.exceptions import OperationalError
 
-__all__ = ["ResilientConsumer"]
+__all__ = ["ResilientConsumer", "drop_message"]
 
 _UNREADABLE: Final = (ValueError, TypeError, KeyError, AttributeError)
 _CONNECTION_LOST: Final = (OperationalError, RuntimeError)
 """Further names that kombu and redis-py have for a lost connection."""
+_REPORTS: Final = {
+    UNKNOWN_FORMAT: ("a message that is not a task was dropped", slice(0)),
+    UNKNOWN_TASK_ERROR: ("a task of an unknown name was dropped: %s", slice(1)),
+    INVALID_TASK_ERROR: ("an invalid task message was dropped: %s", slice(1)),
+    MESSAGE_DECODE_ERROR: ("a message that cannot be decoded was dropped: type %r, encoding %r", slice(1, 3)),
+}
+"""Celery's reports of messages that it cannot handle, and what is logged instead, with which of their arguments."""
 
 logger = logging.getLogger("penstock.server")
+
+
+def drop_message(record: logging.LogRecord) -> bool:
+    """Remove a message's body and headers, which may hold inputs, from Celery's report that it cannot be handled."""
+    if isinstance(record.msg, str) and isinstance(record.args, tuple) and record.msg in _REPORTS:
+        record.msg, kept = _REPORTS[record.msg]
+        record.args = record.args[kept]
+    return True
 
 
 class ResilientConsumer(Consumer):  # type: ignore[misc]  # Celery is untyped
