@@ -54,6 +54,8 @@ def _application() -> Celery:
         from penstock import celeryconfig
 
         application.config_from_object(celeryconfig)
+        # Otherwise Celery prefers CELERY_RESULT_BACKEND, which may be that of another program.
+        application.backend_cls = celeryconfig.result_backend
         _load_transport(application)
     except (ConfigurationError, ImportError) as error:
         exit_with(error)
