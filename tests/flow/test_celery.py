@@ -659,11 +659,16 @@ def test_events_wait_for_others_as_long_as_the_setting_says(
 def test_the_drain_does_not_depend_on_celerys_broker(
     shared_redis: RedisServer, redis_server: RedisServer, models_root: Path, start_worker: StartWorker
 ):
-    """Celery has a broker of its own. While that broker is dead, jobs run; when it is back, Celery answers again."""
+    """Celery has a broker of its own. While that broker is dead, jobs run; when it is back, Celery answers again. One
+    message is held for its `eta` meanwhile: kombu cannot give it back to a dead broker.
+    """
     write_double(models_root, "detached-double")
     app = celery_of(redis_server)
     worker = start_worker(shared_redis, models_root, environment={"PENSTOCK_CELERY_URL": redis_server.celery_url})
     consumes(app, worker)
+    _let_go(infer(app, "detached-double").apply_async(countdown=600))
+    with redis_server.client() as client:
+        wait_until(lambda: client.hlen(f"{CELERY_QUEUE}:unacked") == 1, 30, "the worker holds the message")
     redis_server.kill()
     with Client(shared_redis.url) as client:
         for _ in range(20):

@@ -50,6 +50,17 @@ class ResilientConsumer(Consumer):  # type: ignore[misc]  # Celery is untyped
         super().__init__(*args, **options)
         self.channel_errors = (*self.conninfo.channel_errors, *_UNREADABLE, *_CONNECTION_LOST)
 
+    def on_connection_error_after_connected(self, exc: Exception) -> None:
+        """Celery's own step, which closes the lost connection; its errors are no end, either.
+
+        kombu first gives back the messages that it holds, such as those that wait for their `eta`, and fails to. The
+        broker still has them: they come back after the visibility time-out.
+        """
+        try:
+            super().on_connection_error_after_connected(exc)
+        except (*self.connection_errors, *self.channel_errors) as error:
+            logger.warning("the lost connection to Celery's broker could not be closed: %s", type(error).__name__)
+
     def create_task_handler(self, *args: Any, **options: Any) -> Callable[[Any], None]:
         """Celery's handler, which drops a message that it cannot handle: it would come back at every reconnect."""
         handle = super().create_task_handler(*args, **options)

@@ -33,6 +33,30 @@ def test_a_shutdown_is_no_lost_connection(error: type[BaseException], consumer: 
     assert not issubclass(error, consumer.channel_errors)
 
 
+class _LostConnection:
+    """A connection that holds a message, whose channel kombu cannot close after the broker's end."""
+
+    connection_errors = (ConnectionError,)
+
+    def __init__(self, error: type[Exception]) -> None:
+        self._error = error
+
+    def collect(self, socket_timeout: float | None = None) -> None:
+        """Nothing is collected."""
+
+    def close(self) -> None:
+        """As kombu.transport.redis does when it gives a message back over a connection without a transport."""
+        raise self._error("no attribute 'hostname'")
+
+
+@pytest.mark.parametrize("error", [AttributeError, OperationalError, ConnectionError])
+def test_a_lost_connection_that_cannot_be_closed_is_no_end(error: type[Exception], consumer: ResilientConsumer):
+    """Celery closes it on its way to the next one, outside of what it recovers from."""
+    consumer.connection_errors = (ConnectionError,)
+    consumer.connection = _LostConnection(error)
+    consumer.on_connection_error_after_connected(ConnectionError("closed by server"))
+
+
 class _Message(SimpleNamespace):
     """A message with a payload in its body and in its headers."""
 
