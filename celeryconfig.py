@@ -44,6 +44,8 @@ broker_connection_max_retries = None
 broker_channel_error_retry = True
 broker_transport_options = {
     "visibility_timeout": 60,
+    # kombu looks for such messages at each of its turns of 10 s; its default is every tenth turn.
+    "unacked_restore_throttle": 1,
     # kombu redelivers every message in these tables that is older than the visibility time-out, also one that a worker
     # of another program still handles. With tables of its own, Penstock leaves those messages alone.
     "unacked_key": f"{CELERY_QUEUE}:unacked",

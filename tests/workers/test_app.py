@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.servers import ROOT
+from tests.servers import ROOT, RedisServer
 
 PROGRAM = """
 import warnings
@@ -44,6 +44,26 @@ def test_the_variables_of_another_celery_program_do_not_move_the_worker():
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == ["1 0"] * 4
+
+
+RESTORE_THROTTLE = """
+from penstock.workers.app import app
+
+print(getattr(app.connection_for_read().default_channel, "unacked_restore_throttle", 1))
+"""
+
+
+def test_messages_of_a_killed_worker_come_back_at_the_next_turn(shared_redis: RedisServer):
+    """kombu 5.7 looks for them at every tenth turn of 10 s only, unless it is told; older ones cannot be told."""
+    ended = subprocess.run(
+        [sys.executable, "-c", RESTORE_THROTTLE],
+        cwd=ROOT,
+        env={"PENSTOCK_REDIS_URL": shared_redis.url},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.stdout.strip() == "1", ended.stderr
 
 
 @pytest.mark.parametrize("another", ["An uid and gid of 0 will be assumed", "another warning"])

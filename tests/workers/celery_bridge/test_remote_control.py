@@ -12,7 +12,7 @@ from celery.utils.collections import AttributeDict
 from celery.worker import heartbeat
 from celery.worker import state as worker_state
 from celery.worker.control import Panel
-from kombu import Connection
+from kombu.connection import Connection
 
 from penstock.registry.envelope import JobHeader
 from penstock.workers.celery_bridge.events import CeleryEventSender
