@@ -83,7 +83,11 @@ def _add_options(parser: Any) -> None:
     )
     # Not the key itself: other users of the machine can read the arguments of a program.
     group.add_argument(
-        "--api-key-file", dest="api_key", type=_key, default="", help="A file with an API key (default: no key is sent)"
+        "--api-key-file",
+        dest="api_key",
+        type=_key,
+        default=None,
+        help="A file with an API key (default: no key is sent)",
     )
     group.add_argument("--request-timeout", type=_positive, default=30.0, help="Seconds of one request (default: 30)")
     group.add_argument("--verify-response", action="store_true", help="Fail answers without at least one output tensor")
