@@ -25,7 +25,7 @@ STAGES_FILE: Final = "BENCH_STAGES_FILE"
 """The environment variable that names the file."""
 
 STAGES: Final = (
-    ("penstock.workers.drain", "Drain._admit", "open: verify, decode, check"),
+    ("penstock.workers.transfers", "JobTransfers.admit", "open: verify, decode, check"),
     ("penstock.workers.drain", "Drain._dispatch", "batch"),
     ("penstock.workers.executor", "_answer", "forward: join rows, model, split answers"),
     ("penstock.workers.completer", "Completer.seal", "seal results"),
