@@ -108,7 +108,7 @@ class Worker:
     # The steps
 
     def claim(self, deliveries: Sequence[Delivery]) -> None:
-        """Jobs come in, as Drain._admit takes them in."""
+        """Jobs come in, as JobTransfers.admit takes them in."""
         self.completer.keep_answers()
         jobs = self.reader.open_all(deliveries, self.now, 6500.0)
         self.leased.take(jobs)
