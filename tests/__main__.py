@@ -38,11 +38,12 @@ _OTHER_FAULTS: Final = (
 )
 """Half of the time of all faults."""
 _TEXT_FLOWS: Final = (
-    *("generate_demo", "generation", "generation_faults", "generation_options", "generation_takeover"),
+    *("generation", "generation_faults", "generation_options", "generation_takeover"),
     *("text_server", "unequal_engines"),
 )
 _SAFETY_FLOWS: Final = ("canary", "rollback", "rollout", "safety_demo", "shadow")
 _UNITS: Final = (
+    "flow/test_generate_demo.py",
     " ".join(f"flow/test_{name}.py" for name in _TEXT_FLOWS),
     " ".join(f"flow/test_{name}.py" for name in _SAFETY_FLOWS),
     "flow",
@@ -51,6 +52,7 @@ _UNITS: Final = (
     "simulation architecture",
     "faults",
     " ".join(f"faults/test_{name}.py" for name in _OTHER_FAULTS),
+    "conformance benchmarks",
     "compose/stack compose/commands",
     "workers/cache workers/process workers/celery_bridge workers/batching workers/observe",
     "compose",
@@ -60,7 +62,6 @@ _UNITS: Final = (
     "flow/test_celery.py flow/test_demo.py flow/test_formats.py flow/test_shared_state.py",
     "workers/levels workers/runtime workers/compilation workers/frameworks",
     "workers/versions",
-    "conformance benchmarks",
 )
 """The longest first; what is in none of them is the last unit."""
 _NOT_BETWEEN_EDITS: Final = (
