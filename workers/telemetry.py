@@ -102,8 +102,7 @@ class BatchTelemetry:
                 jobs = [outcome.job for outcome in outcomes]
                 totals_s = [job.queue_ms / 1000 + now - job.claimed for job in jobs]
                 endpoint = shared or _endpoint_of(jobs)
-                self._report_batch(run, jobs, totals_s, settlement.commit_s, endpoint)
-                self._trace(run.batch.key.model, run.batch.key.version, endpoint, zip(jobs, totals_s, strict=True))
+                self._report_batch(run, jobs, totals_s, settlement.commit_s, endpoint, _traced(jobs, totals_s))
             else:
                 self._report_cached([outcome for outcome in outcomes if outcome.how == "cached"], now, shared)
 
@@ -152,20 +151,28 @@ class BatchTelemetry:
         return {route for _, route in requests}
 
     def _report_cached(self, outcomes: Sequence[JobOutcome], now: float, shared: Route | None) -> None:
-        found: defaultdict[tuple[str, str, Route], list[tuple[ClaimedJob, float]]] = defaultdict(list)
+        found: defaultdict[tuple[str, str, Route], list[ClaimedJob]] = defaultdict(list)
         for outcome in outcomes:
             job = outcome.job
-            labels = (job.header.model, outcome.label, shared or job.route)
-            found[labels].append((job, job.queue_ms / 1000 + now - job.claimed))
-        for labels, timed in found.items():
-            self._metrics.latency(*labels, [total_s for _, total_s in timed])
-            self._trace(*labels, timed)
-        if outcomes:
-            _log_hits([outcome.job for outcome in outcomes])
+            found[job.header.model, outcome.label, shared or job.route].append(job)
+        for labels, jobs in found.items():
+            totals_s = [job.queue_ms / 1000 + now - job.claimed for job in jobs]
+            traced = _traced(jobs, totals_s)
+            self._metrics.latency(*labels, totals_s)
+            if traced:
+                self._metrics.traced(*labels, traced, time.time())
+            _log_hits(jobs, traced)
 
     def _report_batch(
-        self, run: BatchRun, jobs: Sequence[ClaimedJob], totals_s: Sequence[float], commit_s: float, endpoint: str
+        self,
+        run: BatchRun,
+        jobs: Sequence[ClaimedJob],
+        totals_s: Sequence[float],
+        commit_s: float,
+        endpoint: str,
+        traced: Sequence[tuple[str, float]] = (),
     ) -> None:
+        """traced: see InferenceMetrics.traced. Plain jobs have no trace."""
         name, version = run.batch.key.model, run.batch.key.version
         started = run.started
         self.batches += 1
@@ -183,6 +190,8 @@ class BatchTelemetry:
                 total_s=totals_s,
             )
         )
+        if traced:
+            self._metrics.traced(name, version, endpoint, traced, time.time())
         if run.padded_tokens:
             self._metrics.padding(name, version, endpoint, 1 - run.tokens / run.padded_tokens)
         if logger.isEnabledFor(logging.INFO):
@@ -193,18 +202,9 @@ class BatchTelemetry:
                     "batch": self.batches,
                     "size": run.batch.rows,
                     "compute_ms": round((run.ended - run.started) * 1e3, 3),
-                    **_ids(jobs),
+                    **_ids(jobs, traced),
                 },
             )
-
-    def _trace(self, model: str, version: str, endpoint: str, timed: Iterable[tuple[ClaimedJob, float]]) -> None:
-        traced = [
-            (trace_id, total_s)
-            for job, total_s in timed
-            if job.header.traceparent and (trace_id := job.header.trace_id)
-        ]
-        if traced:
-            self._metrics.traced(model, version, endpoint, traced, time.time())
 
 
 def _count_arms(arms: ArmCounts, outcomes: Iterable[tuple[JobOutcome, State]], now: float) -> None:
@@ -229,16 +229,24 @@ def _count_arms(arms: ArmCounts, outcomes: Iterable[tuple[JobOutcome, State]], n
             arms.ran(version.name, version.label, [job.queue_ms / 1000 + now - job.claimed])
 
 
-def _log_hits(jobs: Sequence[ClaimedJob]) -> None:
+def _log_hits(jobs: Sequence[ClaimedJob], traced: Sequence[tuple[str, float]] = ()) -> None:
     if logger.isEnabledFor(logging.INFO):
-        logger.info("cache hits", extra=_ids(jobs))
+        logger.info("cache hits", extra=_ids(jobs, traced))
 
 
-def _ids(jobs: Sequence[ClaimedJob]) -> dict[str, list[str]]:
+def _traced(jobs: Sequence[ClaimedJob], totals_s: Sequence[float]) -> list[tuple[str, float]]:
+    """(trace id, latency) of the jobs that have a trace."""
+    return [
+        (trace_id, total_s)
+        for job, total_s in zip(jobs, totals_s, strict=True)
+        if job.header.traceparent and (trace_id := job.header.trace_id)
+    ]
+
+
+def _ids(jobs: Sequence[ClaimedJob], traced: Sequence[tuple[str, float]]) -> dict[str, list[str]]:
     """The ids of jobs, and those of their traces, for a line of the log."""
     ids = {"job_ids": [job.header.id for job in jobs]}
-    traces = [trace_id for job in jobs if job.header.traceparent and (trace_id := job.header.trace_id)]
-    return {**ids, "trace_ids": traces} if traces else ids
+    return {**ids, "trace_ids": [trace_id for trace_id, _ in traced]} if traced else ids
 
 
 def _ended(outcome: JobOutcome, state: State, now: float) -> Ended:

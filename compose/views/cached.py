@@ -34,8 +34,11 @@ def draw_caches(found: list[dict[str, Any]]) -> RenderableType:
 
 
 def _cells(stats: dict[str, int]) -> list[str]:
-    known = stats if stats.get("is_size_known", True) else {**stats, "evicted": None}
-    counts = [known.get(name) for name in ("hits", "misses", "evicted", "refused", "errors")]
+    is_size_known = stats.get("is_size_known", True)
+    size = [f"{stats['entries']:,}", f"{stats['nbytes'] / _MIB:,.1f}"] if is_size_known else ["", ""]
+    counts = [
+        None if name == "evicted" and not is_size_known else stats.get(name)
+        for name in ("hits", "misses", "evicted", "refused", "errors")
+    ]
     shown = ["" if count is None else f"{count:,}" for count in counts]
-    size = [f"{stats['entries']:,}", f"{stats['nbytes'] / _MIB:,.1f}"] if known is stats else ["", ""]
     return [*size, *shown]
