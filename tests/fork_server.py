@@ -140,7 +140,7 @@ class ForkServer:
         self._socket.close()
         self._theirs.close()
         if self._process is not None:
-            self._process.wait(60)
+            self._process.wait(180)
 
     def _started(self) -> subprocess.Popen[bytes]:
         with self._theirs as theirs:

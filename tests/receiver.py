@@ -105,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
         receiver = self.server.receiver
         reply = receiver.reply_to(Call(self.path, headers, body))
         if reply is HANG:
-            receiver.closing.wait(60)
+            receiver.closing.wait(180)
             return
         self.send_response(reply.status)
         for name, value in reply.headers.items():

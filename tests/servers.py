@@ -74,7 +74,7 @@ def leave_out(reason: str) -> NoReturn:
     pytest.skip(reason, allow_module_level=True)
 
 
-LEAST_PATIENCE_S: Final = 30.0
+LEAST_PATIENCE_S: Final = 120.0
 """A test that waits for a condition waits at least so long before it fails: a busy machine is no reason to."""
 _SHORTEST_PAUSE_S: Final = 0.005
 _LONGEST_PAUSE_S: Final = 0.1

@@ -49,7 +49,7 @@ def test_sigterm_ends_the_units():
     try:
         children = wait_until(lambda: _children(run.pid), 60, "the first units run")
         run.terminate()
-        assert run.wait(60) == 128 + signal.SIGTERM
+        assert run.wait(180) == 128 + signal.SIGTERM
         wait_until(lambda: not any(map(Path.exists, children)), 60, "the units have ended")
     finally:
         run.kill()

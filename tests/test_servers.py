@@ -100,7 +100,7 @@ def test_process_of_a_fork_server_is_one_like_any_other(fork_server: ForkServer,
     (tmp_path / "telling.py").write_text(textwrap.dedent(program))
     output = tmp_path / "output"
     child = fork_server.run("telling", ["a", "b"], environment={"ONLY": "this"}, folder=tmp_path, output=output)
-    assert (child.wait(60), child.poll(), child.returncode) == (7, 7, 7)
+    assert (child.wait(180), child.poll(), child.returncode) == (7, 7, 7)
     told, word = output.read_text().splitlines()
     assert json.loads(told) == ["__main__", ["a", "b"], {"ONLY": "this"}, str(tmp_path), []]
     assert word == "a word"
@@ -113,14 +113,14 @@ def test_processes_of_a_fork_server_are_signalled_one_by_one(fork_server: ForkSe
     asleep: dict[str, Any] = {"environment": {}, "folder": tmp_path, "output": tmp_path / "output"}
     first, second, third = (fork_server.run("sleeping", [], **asleep) for _ in range(3))
     third.send_signal(signal.SIGINT)
-    assert third.wait(60) == -signal.SIGINT
+    assert third.wait(180) == -signal.SIGINT
     first.send_signal(signal.SIGKILL)
-    assert first.wait(60) == -signal.SIGKILL
+    assert first.wait(180) == -signal.SIGKILL
     with pytest.raises(subprocess.TimeoutExpired):
         second.wait(0.02)
     second.send_signal(signal.SIGTERM)
-    assert second.wait(60) == -signal.SIGTERM
-    assert fork_server.run("broken", [], **asleep).wait(60) == 1
+    assert second.wait(180) == -signal.SIGTERM
+    assert fork_server.run("broken", [], **asleep).wait(180) == 1
     assert "ValueError: no" in (tmp_path / "output").read_text()
 
 
@@ -149,5 +149,5 @@ def test_process_with_a_number_that_was_used_before_runs(tmp_path: Path, monkeyp
         assert child.poll() is None
     finally:
         child.send_signal(signal.SIGKILL)
-    assert child.wait(60) == -signal.SIGKILL
+    assert child.wait(180) == -signal.SIGKILL
     server.close()

@@ -118,13 +118,13 @@ def test_code_of_grpc_runs(names: dict[str, Any], rpc: str):
 def test_code_of_the_readme_runs(names: dict[str, Any], app: Celery, capsys: pytest.CaptureFixture[str]):
     """Submit, status, stream, map, submit_many and send_task answer what the comments say."""
     run("README.md", names)
-    embedding = names["job"].result(60)["embedding"]
+    embedding = names["job"].result(180)["embedding"]
     assert (embedding.shape, embedding.dtype) == ((1, 384), np.float32)
     assert np.shape(names["vectors"]) == (100, 384)
-    assert [job.result(60)["logits"].shape for job in names["jobs"]] == [(2, 10)] * 5
+    assert [job.result(180)["logits"].shape for job in names["jobs"]] == [(2, 10)] * 5
     events = re.findall(r"^\d+ ([a-z]+) ", capsys.readouterr().out, re.MULTILINE)
     assert events == ["queued", "started", *["chunk", "progress"] * 5, "completed"]
-    answer = names["result"].get(timeout=60)
+    answer = names["result"].get(timeout=180)
     assert answer.keys() == {"job_id", "model", "version", "content_hash", "outputs"}
     assert (answer["model"], answer["version"], np.shape(answer["outputs"]["logits"])) == ("mlp", "1", (1, 10))
 
@@ -133,7 +133,7 @@ def test_model_of_the_readme_answers(worker: WorkerProcess):
     """The package that the README shows is served as it stands; code of the tutorial uses the tutorial's."""
     assert {"doubler", "sentiment"} <= set(worker.report()["models"])
     with Client(worker.server.url) as client:
-        assert client.submit("doubler", {"x": [1.0, 2.5]}).result(60)["y"].tolist() == [2.0, 5.0]
+        assert client.submit("doubler", {"x": [1.0, 2.5]}).result(180)["y"].tolist() == [2.0, 5.0]
 
 
 def test_every_python_block_has_a_fate():
@@ -161,7 +161,7 @@ def test_similar_lengths_share_a_forward(worker: WorkerProcess):
         finally:
             worker.thaw()
         for job in jobs:
-            job.result(30)
+            job.result(180)
     after = Samples(worker)
     padding, batches = (
         after.total(name, model_name="minilm") - before.total(name, model_name="minilm")

@@ -327,7 +327,7 @@ async def _paced(settings: Settings, jobs: int, rate: float, seed: int) -> tuple
             batch = [{"x": rows[n % len(rows)]} for n in range(first, min(first + _BURST, jobs))]
             for offset, job in enumerate(await client.submit_many("mlp", batch)):
                 try:
-                    answers[first + offset] = (await job.result(60))["logits"][0]
+                    answers[first + offset] = (await job.result(180))["logits"][0]
                 except Exception as error:  # counted, whatever it is
                     print(f"failed: {error}")
                 latencies.append(time.perf_counter() - begun)

@@ -20,7 +20,7 @@ def _penstock(server: RedisServer, home: Path, *arguments: str) -> subprocess.Co
         env={"PYTHONPATH": str(ROOT), "PENSTOCK_HOME": str(home), "PENSTOCK_REDIS_URL": server.url},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
 

@@ -191,7 +191,7 @@ def test_pages_of_other_names_are_refused_without_keys(redis_server: RedisServer
     gateway.start()
     try:
         url = gateway.url.replace("0.0.0.0", "127.0.0.1")  # noqa: S104 - as above
-        with httpx.Client(base_url=url, timeout=60) as http:
+        with httpx.Client(base_url=url, timeout=180) as http:
             asked = {host: http.get("/v1/models", headers={"Host": host}).status_code for host in HOSTS}
     finally:
         gateway.stop()

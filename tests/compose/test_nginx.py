@@ -96,7 +96,7 @@ class Proxy(Process):
         """Kill it; its processes follow."""
         if self.is_running:
             self.signal(signal.SIGTERM)
-            self.child.wait(30)
+            self.child.wait(180)
 
     def client(self) -> httpx.Client:
         """A client of its HTTP port. Close it."""
@@ -197,7 +197,7 @@ def test_nginx_accepts_its_configuration(tmp_path: Path):
     """CX-050: `nginx -t` finds no fault, and warns of nothing."""
     proxy = Proxy(tmp_path, [1, 2], [3, 4])
     proxy._spawn([*proxy.command, "-t"])
-    assert proxy.child.wait(30) == 0, proxy.output.read_text()
+    assert proxy.child.wait(180) == 0, proxy.output.read_text()
     assert "warn" not in proxy.output.read_text()
 
 

@@ -117,7 +117,7 @@ def test_up_on_a_full_disk_is_one_line(tmp_path: Path):
     command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", _ON_A_FULL_DISK, "sh", str(disk)]
     require(shutil.which("unshare"), "unshare on PATH")
     ended = subprocess.run(
-        [*command, sys.executable], env=environ, capture_output=True, text=True, timeout=60, check=False
+        [*command, sys.executable], env=environ, capture_output=True, text=True, timeout=180, check=False
     )
     if ended.returncode == 99 or ended.stderr.startswith("unshare:"):
         leave_out("this machine mounts no disk in a namespace")

@@ -149,7 +149,7 @@ def test_stack_delivers_with_the_secret_of_its_home(home: Path):
         with stack, Client.from_env(settings=_settings(home)) as client:
             assert set(stack.pids()) == {"redis", "cpu0", "webhooks"}
             job = client.submit("double", {"x": np.ones((1, 4), np.float32)}, webhook=receiver.url())
-            job.result(60)
+            job.result(180)
             wait_until(lambda: receiver.calls, 30, "the webhook comes")
         (call,) = receiver.calls
         assert verify(call, secret)

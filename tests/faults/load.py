@@ -162,12 +162,12 @@ class Load:
         for number, handle in self._handles.items():
             if number == without:
                 continue
-            np.testing.assert_array_equal(handle.result(60)["y"], row(number) * 2)
+            np.testing.assert_array_equal(handle.result(180)["y"], row(number) * 2)
 
     def check_records(self) -> None:
         """As `check_answers`, for a client that was told nothing and asks the records."""
         for number, handle in self._handles.items():
-            np.testing.assert_array_equal(self._client.job(handle.id).result(60)["y"], row(number) * 2)
+            np.testing.assert_array_equal(self._client.job(handle.id).result(180)["y"], row(number) * 2)
 
     def claimed_ms(self, number: float) -> float:
         """When the worker that answered the job claimed it, in unix ms."""

@@ -166,12 +166,12 @@ class Proxy:
             await asyncio.wait(others, timeout=5)
 
     def _await(self, step: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(step, self._loop).result(60)
+        asyncio.run_coroutine_threadsafe(step, self._loop).result(180)
 
     def _on_loop(self, act: Callable[[], T]) -> T:
         done: Future[T] = Future()
         self._loop.call_soon_threadsafe(lambda: done.set_result(act()))
-        return done.result(60)
+        return done.result(180)
 
 
 _Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -199,7 +199,7 @@ def test_redis_that_is_killed_in_a_step_of_a_rollout(fleet: Fleet, trial: Trial)
             assert driver.wait(180) == 0
         finally:
             driver.kill()
-            driver.wait(30)
+            driver.wait(180)
         after = len(load.answers)
         wait_until(lambda: len(load.answers) >= after + 50, 120, "answers of the new version")
     assert deployer.registry.find(MODEL).version == "2"

@@ -52,7 +52,7 @@ class Pulse:
             last = time.monotonic()
             while not is_over.wait(0.01):
                 try:
-                    self._client.submit("double", {"x": row(self.jobs + 1.0)}).result(60)
+                    self._client.submit("double", {"x": row(self.jobs + 1.0)}).result(180)
                 except Exception as error:
                     errors.append(error)
                     return
@@ -146,7 +146,7 @@ def test_large_results_leave_room_and_time_for_others(
     # On a busy machine the broker is slow, too; `recovery_s` tells how slow.
     with Client(stage.server.url, timeout_s=60) as client, Client(stage.server.url, timeout_s=60) as other:
         pulse = Pulse(other)
-        other.submit("double", {"x": row(1.0)}).result(60)
+        other.submit("double", {"x": row(1.0)}).result(180)
         _forget_peak(worker.pid)
         before = _memory(worker.pid, "VmRSS")
         begun = time.monotonic()

@@ -19,7 +19,7 @@ SIZE = 2_000
 """Bytes of a large chunk: together they are more than the broker keeps."""
 CAP = QueueConfig().max_event_bytes
 SMALL_CAP = 1 << 20
-PATIENCE_S = 120.0
+PATIENCE_S = 180.0
 
 
 @pytest.fixture(scope="module")

@@ -121,7 +121,7 @@ def test_a_drain_without_progress_is_replaced_whatever_the_reason(
     hanging = start_failing(stage.server, stage.models_root, how="hang", point=point, environment=limits)
     load = start_load(stage.server, stage.forward_log, stage.model)
     load.publish(BATCH)
-    assert hanging.wait(60) == EXIT_UNHEALTHY
+    assert hanging.wait(180) == EXIT_UNHEALTHY
     reasons = [line["reason"] for line in hanging.logs() if line["msg"] == "worker gives up"]
     assert reasons == ["the drain thread has made no progress for 2 s"]
     stage.start_worker()

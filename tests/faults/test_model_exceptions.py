@@ -37,7 +37,7 @@ def fail_one(load: Load, number: float, place: int) -> None:
     assert handle is not None
     load.publish(BATCH - 1 - place)
     with pytest.raises(JobFailed, match=r"\(model\.py, line \d+, in \w+\)"):
-        handle.result(60)
+        handle.result(180)
     load.await_all(60)
     load.check_answers(without=number)
 

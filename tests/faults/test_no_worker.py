@@ -48,7 +48,7 @@ def deserted(
 
 def _end_of(job: JobHandle) -> str:
     try:
-        job.result(60)
+        job.result(180)
     except Expired:
         return job.status()
     return "answered"
@@ -102,5 +102,5 @@ def test_later_worker_finds_nothing_to_do(deserted: Deserted):
     with Client(stage.server.url) as client:
         assert _end_of(client.submit(stage.model, {"x": [[-77.0, 0, 0, 0]]}, deadline_s=0.1)) == "expired"
         stage.start_worker()
-        assert client.submit(stage.model, {"x": [[5.0, 0, 0, 0]]}).result(60)["y"][0, 0] == 10
+        assert client.submit(stage.model, {"x": [[5.0, 0, 0, 0]]}).result(180)["y"][0, 0] == 10
     assert [-77.0] not in recorded_forwards(stage.forward_log)

@@ -52,7 +52,7 @@ def _fork_children(stage: Stage, worker: int) -> set[int]:
     """Jobs make the worker fork in each way; returns its descendants that stay while it lives."""
     with Client(stage.server.url) as client:
         for kind in (1.0, 2.0, 3.0):
-            answer = client.submit("forker", {"x": np.full((1, 4), kind, np.float32)}).result(60)
+            answer = client.submit("forker", {"x": np.full((1, 4), kind, np.float32)}).result(180)
             assert answer["y"][0, 0] == 2 * kind
     return wait_until(lambda: _exactly(descendants(worker), 2), 60, "the fork that returned has ended")
 

@@ -47,7 +47,7 @@ def test_poison_ends_in_the_dead_letters_and_harms_no_other_job(
         ((_, letter),) = client.xrange(dead_key(stage.model))
     assert letter[b"e"] == fields[b"e"]
     with pytest.raises(DeadLettered, match=rf"Poison: {CRASHES} worker processes died"):
-        handle.result(60)
+        handle.result(180)
     findings = trial.check(load.history(), times=CRASHES)
     load.check_answers(without=poison)
     forwards = recorded_forwards(stage.forward_log)

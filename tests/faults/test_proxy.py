@@ -83,7 +83,7 @@ def test_a_delayed_answer_arrives(proxy: Proxy):
 
 def test_reset_ends_connections_at_once(proxy: Proxy):
     """A reader hears of it, without a time-out."""
-    with socket.create_connection(("127.0.0.1", proxy.port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", proxy.port), timeout=180) as connection:
         connection.sendall(b"PING\r\n")
         assert connection.recv(100) == b"+PONG\r\n"
         assert proxy.reset() == 1

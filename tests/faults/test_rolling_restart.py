@@ -62,7 +62,7 @@ def _latency_ms(results: Sequence[ResultHeader]) -> float:
 
 def _restart(worker: WorkerProcess) -> None:
     worker.terminate()
-    assert worker.wait(60) == 0, worker.tail()
+    assert worker.wait(180) == 0, worker.tail()
     worker.start()
 
 

@@ -111,7 +111,7 @@ class Traffic:
                 jobs = client.submit_many(MODEL, [{"x": [[number, 0, 0, 0]]} for number in batch])
                 for number, job in zip(batch, jobs, strict=True):
                     try:
-                        answer = float(job.result(60)["y"][0, 0])
+                        answer = float(job.result(180)["y"][0, 0])
                     except Exception as error:  # every one is a failed job
                         self.wrong.append(error)
                     else:

@@ -15,7 +15,7 @@ from tests.faults.rounds import seeds
 from tests.faults.streaming_models import ENDLESS, HANGS, RAISING, UNSENDABLE, open_stubborn
 from tests.servers import WorkerProcess, wait_until
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 LIMIT_S = 1.0
 """Of a forward without progress, where a test waits for its end."""
 CLOSABLE = [kind for kind in ENDLESS if kind != HANGS]

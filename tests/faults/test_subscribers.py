@@ -85,7 +85,7 @@ def test_slow_and_stopped_subscribers_delay_no_other_client(seed: int, harness: 
     """While one subscriber reads slowly and another not at all, jobs end as fast; both get the rest later."""
     url = harness.stage.server.url
     with Client(url) as submitter, Client(url) as slow, Client(url) as stopped, Client(url) as other:
-        alone = _seconds(lambda: _count(submitter, COUNT, 1.0).result(30))
+        alone = _seconds(lambda: _count(submitter, COUNT, 1.0).result(180))
         job = _count(submitter, COUNT, 1.0)
         held, read = stopped.job(job.id).stream(), slow.job(job.id).stream()
         seen, late = [next(held)], [next(read)]
@@ -93,7 +93,7 @@ def test_slow_and_stopped_subscribers_delay_no_other_client(seed: int, harness: 
         def together() -> None:
             for _ in range(10 + seed % 10):
                 late.append(next(read))
-            job.result(30)
+            job.result(180)
 
         seconds = _seconds(together)
         _check_whole([*other.job(job.id).stream()], COUNT)

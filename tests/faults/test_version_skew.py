@@ -54,7 +54,7 @@ def test_job_of_another_release_is_kept_and_its_client_told(
     broker.publish(stage.model, [published], _LIMITS)
     reason = f"protocol {PROTOCOL + skew}; expected {PROTOCOL}"
     with Client(stage.server.url, tenant="skewed") as client, pytest.raises(DeadLettered, match=reason):
-        client.job(made.job_id).result(60)
+        client.job(made.job_id).result(180)
     with stage.server.client() as server:
         ((_, letter),) = server.xrevrange(dead_key(stage.model), count=1)
     assert letter[b"e"] == published.sealed
@@ -82,7 +82,7 @@ def test_result_of_another_release_is_refused_with_its_number(skew: int, stage: 
         Client(stage.server.url, tenant="skewed") as client,
         pytest.raises(UndecodableEnvelope, match=f"protocol {PROTOCOL + skew}; expected {PROTOCOL}"),
     ):
-        client.job(job_id).result(60)
+        client.job(job_id).result(180)
     broker.close()
 
 
@@ -99,4 +99,4 @@ def test_field_that_a_later_release_added_is_ignored(stage: Stage):
     with Client(stage.server.url, tenant="skewed") as client:
         job = client.job(made.job_id)
         wait_until(lambda: job.status() == "completed", 10, "the job ends")
-        assert job.result(60)["y"][0, 0] == 2
+        assert job.result(180)["y"][0, 0] == 2

@@ -104,7 +104,7 @@ def test_killed_deliverers_lose_no_webhook(seed: int, stage: Stage, deliverers: 
         numbers = [float(seed * 1000 + number) for number in range(JOBS)]
         items = [{"x": row(number)} for number in numbers]
         jobs = client.submit_many("recorder", items, webhook=receiver.url())
-        results = client.gather(jobs, timeout=60)
+        results = client.gather(jobs, timeout=180)
         assert len(results) == JOBS
         for victim in deliverers[:-1]:
             victim.launch()

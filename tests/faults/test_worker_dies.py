@@ -85,7 +85,7 @@ def test_stopped_worker_finishes_its_batch_and_gives_back_the_rest(
     load.publish(40)
     wait_until(lambda: recorded_forwards(forward_log)[1:], 10, "a batch runs")
     first.terminate()
-    assert first.wait(60) == 0
+    assert first.wait(180) == 0
     running = {number for forward in recorded_forwards(forward_log) for number in forward if number}
     assert load.ended() == len(running) > 0
 

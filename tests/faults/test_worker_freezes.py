@@ -57,7 +57,7 @@ def _held_by(server: RedisServer, worker: WorkerProcess) -> int:
 
 
 def _fenced(worker: WorkerProcess) -> float:
-    with urllib.request.urlopen(worker.report()["probe"] + "/metrics", timeout=60) as page:  # noqa: S310  # loopback
+    with urllib.request.urlopen(worker.report()["probe"] + "/metrics", timeout=180) as page:  # noqa: S310  # loopback
         families = text_string_to_metric_families(page.read().decode())
     return sum(sample.value for family in families for sample in family.samples if sample.name == FENCED.name)
 

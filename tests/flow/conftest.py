@@ -97,7 +97,7 @@ def probe(worker: WorkerProcess, path: str, url: str = "") -> tuple[int, bytes]:
 
 def _page(url: str, path: str) -> tuple[int, bytes]:
     try:
-        with urllib.request.urlopen(url + path, timeout=60) as page:  # noqa: S310  # loopback
+        with urllib.request.urlopen(url + path, timeout=180) as page:  # noqa: S310  # loopback
             return page.status, page.read()
     except urllib.error.HTTPError as refusal:
         with refusal:

@@ -95,7 +95,7 @@ class SwapLoad:
             number, published = next(self._numbers), time.time()
             try:
                 job = await client.submit(self._model, {"x": [[number, 0, 0, 0]]})
-                value = float((await job.result(30))["y"][0, 0])
+                value = float((await job.result(180))["y"][0, 0])
             except Exception as error:
                 # Every error is one that must not happen.
                 self.failures.append(f"{type(error).__name__}: {error}")

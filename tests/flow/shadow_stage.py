@@ -123,7 +123,7 @@ class Traffic:
                 jobs = client.submit_many(self._model, [{"x": row} for row in rows])
                 for row, job in zip(rows, jobs, strict=True):
                     try:
-                        answer = job.result(60)["y"]
+                        answer = job.result(180)["y"]
                     except Exception as error:  # every one is a failed job
                         self.problems.append(error)
                     else:

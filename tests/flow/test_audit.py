@@ -59,7 +59,7 @@ def submit(home: Path) -> None:
     with Client.from_env(settings=settings) as client:
         for tenant in ("default", "default", "acme"):
             for rows in numbers:
-                client.submit("module", {"x": rows}, tenant=tenant).result(timeout=60)
+                client.submit("module", {"x": rows}, tenant=tenant).result(timeout=180)
 
 
 def verified(home: Path) -> Mapping[str, Any]:
@@ -125,9 +125,9 @@ def test_a_worker_without_an_audit_log_leaves_no_line(
     )
     with Client(shared_redis.url) as client:
         for _ in range(2):
-            client.submit(slot, {"x": np.ones((1, 4), np.float32)}).result(60)
+            client.submit(slot, {"x": np.ones((1, 4), np.float32)}).result(180)
     worker.terminate()
-    assert worker.wait(60) == 0
+    assert worker.wait(180) == 0
     home = worker.folder / "home"
     assert home.is_dir()
     assert not (home / "audit").exists()
@@ -169,6 +169,6 @@ def test_cache_accesses_are_recorded_as_the_setting_says(
     with Client(shared_redis.url) as client:
         client.map(slot, [np.full(4, number, np.float32) for number in range(150)])
     worker.terminate()
-    assert worker.wait(60) == 0
+    assert worker.wait(180) == 0
     recorded = entries([worker.folder / "home" / "audit"], 1000).entries
     assert [entry.result for entry in recorded if entry.operation == "cache_access"] == results

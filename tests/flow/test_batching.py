@@ -23,7 +23,7 @@ def _rows(numbers: Sequence[float]) -> dict[str, np.ndarray]:
 
 
 def _answers(jobs: Sequence[JobHandle]) -> list[float]:
-    return [float(job.result(30)["y"][0, 0]) for job in jobs]
+    return [float(job.result(180)["y"][0, 0]) for job in jobs]
 
 
 def _forwards(forward_log: Path, first: float = 1) -> list[list[float]]:
@@ -114,7 +114,7 @@ def test_without_batching_every_forward_has_one_row(
         jobs = _flood(client, worker, "unbatched", 40)
         wide = client.submit("unbatched", _rows([101, 102, 103]))
         assert _answers(jobs) == [2 * (1 + number) for number in range(40)]
-        np.testing.assert_array_equal(wide.result(60)["y"], _rows([202, 204, 206])["x"])
+        np.testing.assert_array_equal(wide.result(180)["y"], _rows([202, 204, 206])["x"])
     assert sorted(_forwards(forward_log)) == [[float(number)] for number in (*range(1, 41), 101, 102, 103)]
 
 
@@ -177,7 +177,7 @@ def test_worker_holds_no_more_bytes_than_its_credit(
         worker.thaw()
         while sum(depth.jobs for depth in broker.depths("heavy")):
             held.append(sum(depth.running for depth in broker.depths("heavy")))
-        assert [float(job.result(60)["y"][0, 0]) for job in jobs] == [2.0 * number for number in range(40)]
+        assert [float(job.result(180)["y"][0, 0]) for job in jobs] == [2.0 * number for number in range(40)]
     assert 1 < max(held) <= 6
 
 
@@ -187,7 +187,7 @@ def test_lone_request_is_not_kept_waiting(shared_redis: RedisServer, models_root
     start_worker(shared_redis, models_root, environment={"PENSTOCK_INFERENCE_BATCHING_MAX_WAIT_MS": "600000"})
     with Client(shared_redis.url) as client:
         for number in range(20):
-            assert client.submit("lone", _rows([number])).result(30)["y"][0, 0] == 2 * number
+            assert client.submit("lone", _rows([number])).result(180)["y"][0, 0] == 2 * number
 
 
 def test_concurrency_of_a_model_is_its_limit(

@@ -103,7 +103,7 @@ def test_any_celery_program_sends_a_task_and_gets_the_outputs(
         "outputs": {"y": TWICE},
     }
     with Client(shared_redis.url, tenant="acme") as client:
-        assert client.job(f"task-double.{done}").result(timeout=30)["y"].tolist() == TWICE
+        assert client.job(f"task-double.{done}").result(timeout=180)["y"].tolist() == TWICE
 
     raising = send(app, "task-raiser", [[-1.0, 0.0, 0.0, 0.0]])
     failure = outcome(app, raising)
@@ -167,7 +167,7 @@ def test_the_task_endpoint_is_closed_while_jobs_are_signed(
     refused = outcome(app, send(app, "signed-double"))
     assert "send_task is off here" in str(refused)
     closed.terminate()
-    assert closed.wait(30) == 0
+    assert closed.wait(180) == 0
     trusted = {"PENSTOCK_SIGNING_KEYS": keys, "PENSTOCK_INFERENCE_CELERY_LANE": "trusted"}
     start_worker(shared_redis, models_root, environment=trusted)
     assert outcome(app, send(app, "signed-double"))["outputs"] == {"y": TWICE}
@@ -367,8 +367,8 @@ def test_a_result_backend_of_its_own_gets_the_results(
     with Celery("program", broker=redis_server.celery_url, backend="rpc://", set_as_current=False) as app:
         done = app.send_task("penstock.infer", queue="penstock", kwargs={"model": "double", "inputs": {"x": ROW}})
         refused = app.send_task("penstock.infer", queue="penstock", kwargs={"model": "missing", "inputs": {"x": ROW}})
-        assert done.get(timeout=60)["outputs"] == {"y": TWICE}
-        assert "Unknown model 'missing'" in str(refused.get(timeout=60, propagate=False))
+        assert done.get(timeout=180)["outputs"] == {"y": TWICE}
+        assert "Unknown model 'missing'" in str(refused.get(timeout=180, propagate=False))
 
 
 class FlowerProcess(Process):
@@ -411,7 +411,7 @@ class FlowerProcess(Process):
             f"http://127.0.0.1:{self._port}{path}", headers={"Authorization": f"Basic {encoded}"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310 - our own address
+            with urllib.request.urlopen(request, timeout=180) as answer:  # noqa: S310 - our own address
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             if error.code == 401:
@@ -465,9 +465,9 @@ def test_flower_shows_every_worker_and_every_job(
         jobs = client.submit_many("double", rows)
         bad = client.submit("raiser", {"x": [[-1.0, 0.0, 0.0, 0.0]]})
         for job in jobs:
-            job.result(timeout=60)
+            job.result(timeout=180)
         with pytest.raises(ModelError):
-            bad.result(timeout=60)
+            bad.result(timeout=180)
 
         def tasks() -> dict[str, Any]:
             return flower.get("/api/tasks") or {}
@@ -529,7 +529,7 @@ def test_inspect_shows_what_runs_and_what_waits(
         assert len(reserved) >= 1
         assert str(CANARY) not in json.dumps([active, reserved])
         for job in jobs:
-            job.result(timeout=60)
+            job.result(timeout=180)
         # A result reaches the client before its worker counts the job.
         wait_until(lambda: _total_of(inspect, worker, "slow") == 4, 10, "all four jobs are counted")
 
@@ -552,7 +552,7 @@ def test_a_revoked_job_never_runs(redis_server: RedisServer, models_root: Path, 
         late = client.submit("slow", {"x": ROW})
         app.control.revoke([late.id, "never-run-either"])
         for job in jobs:
-            job.result(timeout=60)
+            job.result(timeout=180)
         revoked = outcome(app, "never-run-either")
         assert isinstance(revoked, TaskRevokedError)
         if not isinstance(late_end := _end_of(late), Cancelled):
@@ -576,7 +576,7 @@ def test_a_revoke_leaves_running_work_alone(redis_server: RedisServer, models_ro
 
 def _end_of(job: Any) -> Any:
     try:
-        return job.result(timeout=60)
+        return job.result(timeout=180)
     except Cancelled as error:
         return error
 
@@ -605,7 +605,7 @@ def test_commands_that_stop_or_change_a_worker_are_refused(
     obedient = start_worker(redis_server, models_root, environment={"PENSTOCK_INFERENCE_CELERY_REMOTE_CONTROL": "true"})
     consumes(app, obedient)
     app.control.shutdown(destination=[obedient.name])
-    assert obedient.wait(30) == 0
+    assert obedient.wait(180) == 0
     assert worker.is_running
 
 
@@ -620,7 +620,7 @@ def test_events_are_switched_over_the_wire(redis_server: RedisServer, models_roo
         subscription.psubscribe("*celeryev*")
 
         def hears() -> bool:
-            client.submit("double", {"x": ROW}).result(timeout=30)
+            client.submit("double", {"x": ROW}).result(timeout=180)
             heard = b""
             while message := subscription.get_message(ignore_subscribe_messages=True, timeout=0.3):
                 heard += message["channel"]
@@ -644,7 +644,7 @@ def test_events_wait_for_others_as_long_as_the_setting_says(
     with redis_server.client() as listener, Client(redis_server.url) as client:
         subscription = listener.pubsub()
         subscription.psubscribe("*celeryev*task.*")
-        client.submit("double", {"x": ROW}).result(timeout=30)
+        client.submit("double", {"x": ROW}).result(timeout=180)
 
         def heard() -> bool:
             return subscription.get_message(ignore_subscribe_messages=True, timeout=0.5) is not None
@@ -672,7 +672,7 @@ def test_the_drain_does_not_depend_on_celerys_broker(
     redis_server.kill()
     with Client(shared_redis.url) as client:
         for _ in range(20):
-            assert client.submit("detached-double", {"x": ROW}).result(timeout=30)["y"].tolist() == TWICE
+            assert client.submit("detached-double", {"x": ROW}).result(timeout=180)["y"].tolist() == TWICE
     assert worker.is_running
     redis_server.restart()
     consumes(app, worker)
@@ -740,10 +740,10 @@ def test_sigterm_lets_the_running_batch_finish(redis_server: RedisServer, models
         inspect = celery_of(redis_server).control.inspect([worker.name], timeout=60)
         wait_until(lambda: (inspect.active() or {}).get(worker.name), 10, "a job runs")
         worker.terminate()
-        assert worker.wait(30) == 0
-        assert jobs[0].result(timeout=30)["y"][0][0] == 0.0
+        assert worker.wait(180) == 0
+        assert jobs[0].result(timeout=180)["y"][0][0] == 0.0
         start_worker(redis_server, models_root)
-        assert [job.result(timeout=60)["y"][0][0] for job in jobs] == [0.0, 2.0, 4.0, 6.0]
+        assert [job.result(timeout=180)["y"][0][0] for job in jobs] == [0.0, 2.0, 4.0, 6.0]
 
 
 def test_a_worker_whose_thread_died_ends_so_that_its_supervisor_starts_another(
@@ -771,8 +771,8 @@ def test_a_worker_whose_thread_died_ends_so_that_its_supervisor_starts_another(
     )
     worker = start_worker(redis_server, models_root)
     with Client(redis_server.url) as client:
-        client.submit("killer", {"x": [[-1.0, 0.0, 0.0, 0.0]]}).result(timeout=30)
-    assert worker.wait(30) == 70
+        client.submit("killer", {"x": [[-1.0, 0.0, 0.0, 0.0]]}).result(timeout=180)
+    assert worker.wait(180) == 70
     assert any(line["msg"] == "worker gives up" and "Celery task results" in line["reason"] for line in worker.logs())
 
 
@@ -796,7 +796,7 @@ def test_a_worker_that_cannot_work_writes_one_line(
     """The exit status is 78; the line has the reason and the expected value, and there is no traceback."""
     write_double(models_root)
     worker = start_worker(shared_redis, models_root, environment=environment, wait=False)
-    assert worker.wait(30) == 78
+    assert worker.wait(180) == 78
     said = [line for line in worker.output.read_text().splitlines() if line.startswith("penstock: ")]
     assert len(said) == 1
     assert text in said[0]
@@ -813,13 +813,13 @@ def test_a_port_in_use_a_device_in_use_and_a_pool_are_refused(
         taken.listen()
         port = str(taken.getsockname()[1])
         worker = start_worker(shared_redis, models_root, environment={"PENSTOCK_METRICS_PORT": port}, wait=False)
-        assert worker.wait(30) == 78
+        assert worker.wait(180) == 78
         assert f"Metrics port {port} on 127.0.0.1 is in use" in worker.output.read_text()
 
     same = {"PENSTOCK_HOME": str(tmp_path / "home"), "PENSTOCK_WORKER_INDEX": "0"}
     start_worker(shared_redis, models_root, environment=same)
     second = start_worker(shared_redis, models_root, environment=same, wait=False)
-    assert second.wait(30) == 78
+    assert second.wait(180) == 78
     assert "Another worker is cpu0 already" in second.output.read_text()
 
 
@@ -873,7 +873,7 @@ def test_the_worker_refuses_other_pools_and_queues(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert ended.returncode == 78

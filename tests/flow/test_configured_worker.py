@@ -100,7 +100,7 @@ def test_worker_that_cannot_work_says_so_in_one_line(
     """A misspelt setting, a model without a package, no usable key: one clear line, and a status that is not 0."""
     write_double(models_root)
     worker = start_worker(shared_redis, models_root, environment=environment, wait=False)
-    assert worker.wait(60) == EXIT_CONFIGURATION
+    assert worker.wait(180) == EXIT_CONFIGURATION
     assert worker.tail(1) == line
 
 
@@ -132,7 +132,7 @@ def test_worker_without_cryptography_encrypts_or_refuses(
     serving = WorkerWithoutCryptography(shared_redis, models_root, folder, name=f"b@{slot}", environment=opted_out)
     try:
         refused.launch()
-        assert refused.wait(60) == EXIT_CONFIGURATION
+        assert refused.wait(180) == EXIT_CONFIGURATION
         assert refused.tail(1) == (
             "penstock: The library cryptography cannot be imported, and it encrypts data. Expected: pip install "
             "'.[cli]' in the checkout of Penstock"
@@ -161,7 +161,7 @@ def test_worker_reads_its_data_keys(
     with Client(shared_redis.url) as client:
         job = client.submit(slot, {"x": [[1.0, 2.0, 3.0, 4.0]]})
         worker = start_worker(shared_redis, models_root, environment=environment, wait=False)
-        assert worker.wait(60) == EXIT_CONFIGURATION
+        assert worker.wait(180) == EXIT_CONFIGURATION
         assert "data.key has mode -rw-r-----. Expected a file that only its owner can read" in worker.tail(1)
         assert job.status() == "queued"
 
@@ -172,7 +172,7 @@ def test_metrics_port_in_use_is_one_line(shared_redis: RedisServer, models_root:
     port = str(free_port())
     first = start_worker(shared_redis, models_root, environment={"PENSTOCK_METRICS_PORT": port})
     second = start_worker(shared_redis, models_root, environment={"PENSTOCK_METRICS_PORT": port}, wait=False)
-    assert second.wait(60) == EXIT_CONFIGURATION
+    assert second.wait(180) == EXIT_CONFIGURATION
     assert second.tail(1).startswith(f"penstock: Metrics port {port} on 127.0.0.1 is in use.")
     assert probe(first, "/health/ready")[0] == 200
 
@@ -187,15 +187,15 @@ def test_metrics_are_where_the_settings_say_for_readers_with_their_token(
     token.chmod(0o600)
     opened = {"PENSTOCK_METRICS_HOST": "0.0.0.0", "PENSTOCK_METRICS_PORT": str(port)}  # noqa: S104 - the subject
     refused = start_worker(shared_redis, models_root, environment=opened, wait=False)
-    assert refused.wait(60) == EXIT_CONFIGURATION
+    assert refused.wait(180) == EXIT_CONFIGURATION
     assert "Metrics on 0.0.0.0 would be open to the network." in refused.tail(1)
     start_worker(shared_redis, models_root, environment={**opened, "PENSTOCK_METRICS_BEARER_FILE": str(token)})
     # Another address of the loopback than the default one.
     url = f"http://127.0.0.2:{port}/metrics"
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(url, timeout=60)  # loopback
+        urllib.request.urlopen(url, timeout=180)  # loopback
     asked = urllib.request.Request(url, headers={"Authorization": "Bearer of the readers"})
-    with urllib.request.urlopen(asked, timeout=60) as page:  # noqa: S310
+    with urllib.request.urlopen(asked, timeout=180) as page:  # noqa: S310
         assert b"READY 1.0" in page.read()
 
 
@@ -210,5 +210,5 @@ def test_worker_without_a_gpu_falls_back_to_the_cpu(
     refused = start_worker(
         shared_redis, models_root, environment={**hidden, "PENSTOCK_INFERENCE_DEVICE": "cuda:0"}, wait=False
     )
-    assert refused.wait(60) == EXIT_CONFIGURATION
+    assert refused.wait(180) == EXIT_CONFIGURATION
     assert refused.tail(1).startswith("penstock: ")

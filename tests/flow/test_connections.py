@@ -100,7 +100,7 @@ def tls_server(tmp_path: Path) -> Iterator[TlsServer]:
 async def _answer_of(url: str) -> list[list[float]]:
     async with AsyncClient(url) as client:
         job = await client.submit("double", ROW)
-        answer: list[list[float]] = (await job.result(60))["y"].tolist()
+        answer: list[list[float]] = (await job.result(180))["y"].tolist()
         return answer
 
 
@@ -112,8 +112,8 @@ def test_every_way_to_the_server_leads_to_the_same_jobs(
     start_worker(redis_server, models_root, environment={"PENSTOCK_CELERY_URL": ""})
     with Client(redis_server.tcp_url) as by_tcp, Client(redis_server.url) as by_socket:
         job = by_tcp.submit("double", ROW)
-        assert by_socket.job(job.id).result(60)["y"].tolist() == TWICE
-        assert job.result(60)["y"].tolist() == TWICE
+        assert by_socket.job(job.id).result(180)["y"].tolist() == TWICE
+        assert job.result(180)["y"].tolist() == TWICE
     assert asyncio.run(_answer_of(redis_server.tcp_url)) == TWICE
 
 
@@ -126,7 +126,7 @@ def test_tls_needs_only_the_scheme(tls_server: TlsServer, models_root: Path, tmp
     try:
         worker.start()
         with Client(tls_server.url) as client:
-            assert client.submit("double", ROW).result(60)["y"].tolist() == TWICE
+            assert client.submit("double", ROW).result(180)["y"].tolist() == TWICE
         assert asyncio.run(_answer_of(tls_server.url)) == TWICE
         ended = [line for line in worker.logs() if line["logger"] == "celery.worker" and line["level"] == "critical"]
         assert ended == []

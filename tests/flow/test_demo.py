@@ -14,7 +14,7 @@ import pytest
 from tests.servers import ROOT
 
 COMMAND = [sys.executable, "-c", "from penstock.compose.cli import main; main()", "demo"]
-pytestmark = pytest.mark.timeout(420)
+pytestmark = pytest.mark.timeout(1200)
 
 
 def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -27,7 +27,7 @@ def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         "COLUMNS": "200",
     }
     return subprocess.run(
-        [*COMMAND, *arguments], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False
+        [*COMMAND, *arguments], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=1000, check=False
     )
 
 

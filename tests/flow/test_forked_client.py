@@ -16,7 +16,7 @@ import os, sys, threading, time
 from penstock import Client
 
 def ask(number):
-    return client.submit("double", {"x": [[number, 0, 0, 0]]}).result(60)["y"][0, 0]
+    return client.submit("double", {"x": [[number, 0, 0, 0]]}).result(180)["y"][0, 0]
 
 client = Client(sys.argv[1])
 assert ask(1) == 2
@@ -42,7 +42,7 @@ print("all answered")
 def test_parent_and_children_go_on(fleet: Fleet):
     """Forked while a thread reads replies: children and parent submit and read at once, and that thread's job ends."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, fleet.server.url], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", PROGRAM, fleet.server.url], cwd=ROOT, capture_output=True, text=True, timeout=180
     )
     assert (done.returncode, done.stdout) == (0, "all answered\n"), done.stderr
 
@@ -56,7 +56,7 @@ client = AsyncClient(sys.argv[1])
 async def answers(base):
     async def ask(number):
         job = await client.submit("double", {"x": [[number, 0, 0, 0]]})
-        return (await job.result(60))["y"][0, 0]
+        return (await job.result(180))["y"][0, 0]
     got = await asyncio.gather(*[ask(base + number) for number in range(50)])
     await client.aclose()
     return got == [2 * (base + number) for number in range(50)]
@@ -74,7 +74,7 @@ print("all answered")
 def test_asyncio_client_made_before_a_fork_serves_every_child(fleet: Fleet):
     """As under Gunicorn with preload: children do not share a reply stream, so none takes another's replies away."""
     done = subprocess.run(
-        [sys.executable, "-c", ASYNC_PROGRAM, fleet.server.url], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", ASYNC_PROGRAM, fleet.server.url], cwd=ROOT, capture_output=True, text=True, timeout=180
     )
     assert (done.returncode, done.stdout) == (0, "all answered\n"), done.stderr
 
@@ -87,10 +87,10 @@ from penstock import Client
 client = Client(sys.argv[1])  # a spawned child runs this line again
 
 def ask(number):
-    return float(client.submit("double", {"x": [[number, 0, 0, 0]]}).result(60)["y"][0, 0])
+    return float(client.submit("double", {"x": [[number, 0, 0, 0]]}).result(180)["y"][0, 0])
 
 def read(job):
-    return float(client.job(job).result(60)["y"][0, 0])
+    return float(client.job(job).result(180)["y"][0, 0])
 
 if __name__ == "__main__":
     assert ask(1000) == 2000

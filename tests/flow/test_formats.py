@@ -30,7 +30,7 @@ def test_one_worker_serves_packages_of_every_format(
             )
             for format_ in WRITERS
         }
-        answers = {format_: job.result(30) for format_, job in jobs.items()}
+        answers = {format_: job.result(180) for format_, job in jobs.items()}
     for format_ in ("python", "pytorch", "torchscript", "onnx"):
         np.testing.assert_allclose(answers[format_]["y"], affine(x), rtol=1e-5, atol=1e-6, err_msg=format_)
     assert set(answers["pipeline"]["label"].tolist()) <= set(LABELS)
@@ -48,7 +48,7 @@ def test_worker_without_a_framework_refuses_its_models_and_never_loads_it(
     worker = start_worker(shared_redis, models_root, models=[graph], environment=only_onnx)
     x = np.ones((1, 4), np.float32)
     with Client(shared_redis.url) as client:
-        np.testing.assert_allclose(client.submit(graph, {"x": x}).result(30)["y"], affine(x), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(client.submit(graph, {"x": x}).result(180)["y"], affine(x), rtol=1e-5, atol=1e-6)
     mapped = Path(f"/proc/{worker.pid}/maps").read_text()
     assert "onnxruntime" in mapped
     assert "libtorch" not in mapped

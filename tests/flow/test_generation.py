@@ -31,7 +31,7 @@ from tests.flow.conftest import Samples
 from tests.servers import RedisServer, WorkerProcess, let_pass, redis_binaries, require, wait_until
 from tests.workers.generation.packages import write_writer
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 GREEDY = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=200, temperature=0.9, seed=7, ignore_eos=True)
 UNSEEDED = SamplingParams(max_tokens=200, temperature=0.9, ignore_eos=True)

@@ -23,7 +23,7 @@ from tests.servers import RedisServer, redis_binaries, require, wait_until
 from tests.workers.generation.engines import byte_tokenizer
 from tests.workers.generation.packages import write_writer
 
-PATIENCE_S = 90.0
+PATIENCE_S = 180.0
 GREEDY = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
 PROMPTS = ["the stream", "größe, naïve", "日本語", "a river of text"]
 LONG = 4000

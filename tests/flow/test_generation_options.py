@@ -14,7 +14,7 @@ from tests.workers.generation.packages import write_relay, write_writer
 from tests.workers.generation.text_dialects import FORM, TEXT, tgi, vllm
 from tests.workers.generation.text_servers import TextServer
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 WHOLE = "".join(TEXT)
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 CHAT = [{"role": "user", "content": "a"}]

@@ -22,7 +22,7 @@ from tests.workers.generation.packages import write_writer
 
 pytestmark = pytest.mark.slow
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 LONG = 4000
 NUMBER = 2500
 """Tokens of a text whose events are more than the broker keeps: with log probabilities, each has about 150 bytes."""

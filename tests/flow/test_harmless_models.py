@@ -31,14 +31,14 @@ def test_a_worker_outlives_what_models_do_to_their_process(redis_server: RedisSe
         with closing(Client(redis_server.url)) as client:
             for number, what in enumerate(HARMLESS, 1):
                 jobs = client.submit_many("restless", x(1, 2, -number, 4))
-                answers = [job.result(60)["y"][0, 0] for job in jobs]
+                answers = [job.result(180)["y"][0, 0] for job in jobs]
                 assert answers == [2, 4, -2 * number, 8], what
-                assert client.submit("double", x(7)[0]).result(60)["y"][0, 0] == 14, what
+                assert client.submit("double", x(7)[0]).result(180)["y"][0, 0] == 14, what
         assert worker.is_running
         wait_until(lambda: not _living(worker.pid), 30, "children of the forks end")
         assert len(recorded_forwards(forward_log)) < 3 * len(HARMLESS), "no child of a fork ran a batch"
         worker.terminate()
-        assert worker.wait(60) == 0, worker.tail()
+        assert worker.wait(180) == 0, worker.tail()
     finally:
         worker.stop()
 

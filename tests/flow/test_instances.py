@@ -70,7 +70,7 @@ def test_a_job_survives_the_death_of_its_instance(
         os.kill(first, signal.SIGKILL)
         wait_until(lambda: "jobs run again one by one" in worker.output.read_text(), 60, "the death was noticed")
         (gate / "open").touch()
-        assert [job.result(60)["y"][0, 0] for job in jobs] == [2, 4]
+        assert [job.result(180)["y"][0, 0] for job in jobs] == [2, 4]
         assert len(begun(1)) == 2
         assert begun(2) == {second}, "the other job ran once"
         # Its warm-up forwards are of number 0.
@@ -80,7 +80,7 @@ def test_a_job_survives_the_death_of_its_instance(
     wait_until(lambda: lost() == {("",): 1}, 60, "one instance counts as lost")
     wait_until(lambda: Samples(worker).total("penstock_jobs_total", outcome="completed") == 2, 60, "both count once")
     worker.terminate()
-    worker.wait(60)
+    worker.wait(180)
     wait_until(lambda: not any(map(_is_running, started)), 60, "no instance outlives its worker")
 
 
@@ -112,10 +112,10 @@ def test_a_forward_that_hangs_in_an_instance_ends_the_worker_and_the_instance(
     with Client(redis_server.url) as client:
         job = client.submit("hangs", {"x": np.ones((1, 4), np.float32)}, retry=Retry(attempts=2))
         (pid,) = wait_until(lambda: [int(path.name[4:]) for path in tmp_path.glob("pid-*")], 60, "the forward hangs")
-        worker.wait(60)
+        worker.wait(180)
         wait_until(lambda: not _is_running(pid), 60, "its instance is gone")
         start_worker(redis_server, models_root)
-        assert job.result(60)["y"][0, 0] == 2
+        assert job.result(180)["y"][0, 0] == 2
 
 
 @pytest.mark.slow
@@ -133,11 +133,11 @@ def test_versions_with_instances_are_loaded_and_unloaded_beside_the_traffic(
                 client.submit("twin", {"x": np.full((1, 4), number, np.float32)}, version=version)
                 for number in range(1, 40)
             ]
-            assert [job.result(60)["y"][0, 0] for job in jobs] == [factor * number for number in range(1, 40)]
+            assert [job.result(180)["y"][0, 0] for job in jobs] == [factor * number for number in range(1, 40)]
     instances = [pid for pid in meter.tree(worker.pid)[1:] if "penstock.workers.runtime.instance" in command(pid)]
     assert len(instances) == 2 + 3
     worker.terminate()
-    worker.wait(60)
+    worker.wait(180)
     wait_until(lambda: not any(map(_is_running, instances)), 60, "no instance outlives its worker")
 
 

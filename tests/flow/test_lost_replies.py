@@ -24,7 +24,7 @@ def test_blocking_client_reads_the_record_after_a_silence(fleet: Fleet):
         wait_until(lambda: job.id and client.job(job.id).status() == "completed", 30, "the job ends")
         for key in set(_reply_streams(fleet)) - before:
             fleet.server.client().delete(key)
-        assert job.result(60)["y"][0, 0] == 2
+        assert job.result(180)["y"][0, 0] == 2
 
 
 def test_asyncio_client_reads_the_record_while_others_are_answered(fleet: Fleet):
@@ -38,9 +38,9 @@ def test_asyncio_client_reads_the_record_while_others_are_answered(fleet: Fleet)
                 await asyncio.sleep(0.01)
             for key in set(_reply_streams(fleet)) - before:
                 fleet.server.client().delete(key)
-            waiting = asyncio.create_task(lost.result(60))
+            waiting = asyncio.create_task(lost.result(180))
             while not waiting.done():
-                await (await client.submit("double", ROW)).result(30)
+                await (await client.submit("double", ROW)).result(180)
                 await asyncio.sleep(0.02)
             assert (await waiting)["y"][0, 0] == 2
 
@@ -58,7 +58,7 @@ def test_many_lost_replies_cost_one_silence(fleet: Fleet):
         wait_until(lambda: all(client.job(job.id).status() == "completed" for job in jobs[-4:]), 30, "the jobs end")
         for key in set(_reply_streams(fleet)) - before:
             fleet.server.client().delete(key)
-        assert [job.result(60)["y"][0, 0] for job in jobs] == [2 * index for index in range(300)]
+        assert [job.result(180)["y"][0, 0] for job in jobs] == [2 * index for index in range(300)]
 
 
 def test_many_lost_replies_cost_an_asyncio_client_one_silence(fleet: Fleet):
@@ -72,6 +72,6 @@ def test_many_lost_replies_cost_an_asyncio_client_one_silence(fleet: Fleet):
                 await asyncio.sleep(0.01)
             for key in set(_reply_streams(fleet)) - before:
                 fleet.server.client().delete(key)
-            return [(await job.result(60))["y"][0, 0] for job in jobs]
+            return [(await job.result(180))["y"][0, 0] for job in jobs]
 
     assert asyncio.run(lose_all()) == [2 * index for index in range(300)]

@@ -33,7 +33,7 @@ def test_pipeline_is_one_job_in_the_broker(redis_server: RedisServer, models_roo
     start_worker(redis_server, models_root)
     with Client(redis_server.url) as client, redis_server.client() as redis:
         job = client.submit("chain", rows(3.0, 2))
-        assert job.result(60)["y"].tolist() == [[12.0] * 4] * 2
+        assert job.result(180)["y"].tolist() == [[12.0] * 4] * 2
         records = [key.decode() for key in redis.keys("*:job:*")]
         assert records == [f"{{chain}}:job:{job.id.removeprefix('chain.')}"]
         assert redis.smembers(MODELS_KEY) == {b"chain"}
@@ -56,9 +56,9 @@ def test_one_bad_job_fails_alone_and_names_its_step(
         for number, job in enumerate(jobs):
             if number == 5:
                 with pytest.raises(ModelError) as failed:
-                    job.result(60)
+                    job.result(180)
                 assert str(failed.value) == "step second: ValueError: a negative row (model.py, line 5, in forward)"
             else:
-                assert job.result(60)["y"].tolist() == [[number * 20.0] * 4] * (1 + number % 3)
+                assert job.result(180)["y"].tolist() == [[number * 20.0] * 4] * (1 + number % 3)
         with pytest.raises(InvalidInput, match=r"^x: shape \(1, 3\)\. Expected \(batch, 4\)"):
             client.submit("chain", {"x": np.zeros((1, 3), np.float32)})

@@ -122,8 +122,8 @@ class Site(NamedTuple):
             jobs.append(self.client.submit("gated", X, endpoint=endpoint))
             wait_until(lambda: self.claimed() == len(jobs) + 1, 30, "the worker holds the job")
         self.gate.touch()
-        first.result(30)
-        return [float(job.result(30)["y"][0, ROWS]) for job in jobs]
+        first.result(180)
+        return [float(job.result(180)["y"][0, ROWS]) for job in jobs]
 
     def at_once(self, endpoint: str, expected: int) -> int:
         """How many forwards of two jobs of an endpoint ran at the same time."""
@@ -135,23 +135,23 @@ class Site(NamedTuple):
         wait_until(lambda: self.claimed() == 2, 30, "the worker holds both jobs")
         wait_until(lambda: self.begun() >= begun + expected, 30, "as many forwards as allowed have begun")
         self.gate.touch()
-        return max(int(job.result(30)["y"][0, AT_ONCE]) for job in jobs)
+        return max(int(job.result(180)["y"][0, AT_ONCE]) for job in jobs)
 
     def is_cached(self, endpoint: str, number: float) -> bool:
         """Whether the second of two equal jobs has no forward."""
         for _ in range(2):
             job = self.client.submit("exact", {"x": [[number, 0.0, 0.0, 0.0]]}, endpoint=endpoint)
-            job.result(30)
+            job.result(180)
         return job.info().is_cached
 
     def number(self, endpoint: str) -> float:
         """1.001, as the number format of an endpoint has it."""
-        return float(self.client.submit("exact", X, endpoint=endpoint).result(60)["y"][0, 0])
+        return float(self.client.submit("exact", X, endpoint=endpoint).result(180)["y"][0, 0])
 
     def versions(self, endpoint: str) -> set[int]:
         """Which versions answer 40 jobs of an endpoint."""
         jobs = [self.client.submit("gated", X, endpoint=endpoint) for _ in range(40)]
-        return {int(job.result(30)["y"][0, VERSION]) for job in jobs}
+        return {int(job.result(180)["y"][0, VERSION]) for job in jobs}
 
 
 @pytest.fixture(scope="module")

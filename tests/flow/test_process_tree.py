@@ -68,7 +68,7 @@ class Stack:
         with Client.from_env(settings=Settings.load(environ={"PENSTOCK_HOME": str(self.home)})) as client:
             # Nothing is compiled for a model that is not used, and answers are compared for inputs that were seen.
             rows = np.random.default_rng().random((16, 4, 16), np.float32)
-            client.gather(client.submit_many("module", [{"x": x} for x in rows]), timeout=60)
+            client.gather(client.submit_many("module", [{"x": x} for x in rows]), timeout=180)
         # The command waits for the end of the build.
         nowhere = subprocess.DEVNULL
         with subprocess.Popen([*PENSTOCK, "models", "compile", "module"], env=self._environ, stdout=nowhere) as asking:
@@ -100,7 +100,7 @@ def stack() -> Iterator[Stack]:
         yield Stack(Path(folder), ends)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_no_descendant_outlives_a_killed_parent(stack: Stack):
     """kill -9 of a build, of the worker with instances and a build, and of `penstock up` with all of these."""
     stack.compile()

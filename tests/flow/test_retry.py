@@ -44,10 +44,10 @@ def test_a_failing_job_is_answered_in_the_end(shared_redis: RedisServer, models_
         unlucky = client.submit("flaky", {"x": [[-3, 0, 0, 0]]}, retry=policy)
         plain = client.submit("flaky", {"x": [[-1, 0, 0, 0]]})
         with pytest.raises(ModelError, match="ValueError: forward 1"):
-            plain.result(60)
-        assert lucky.result(60)["y"][0, 0] == -4
+            plain.result(180)
+        assert lucky.result(180)["y"][0, 0] == -4
         with pytest.raises(ModelError, match="ValueError: forward 3"):
-            unlucky.result(60)
+            unlucky.result(180)
     samples = Samples(worker)
     assert samples.total("penstock_retried_total", model_name="flaky") == 4
 

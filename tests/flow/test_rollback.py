@@ -101,7 +101,7 @@ def answers_of(client: Client, numbers: range) -> Callable[[], list[float]]:
     jobs = client.submit_many(MODEL, [{"x": [[float(number), 0, 0, 0]]} for number in numbers])
 
     def wait() -> list[float]:
-        return [float(job.result(60)["y"][0, 0]) / number for number, job in zip(numbers, jobs, strict=True)]
+        return [float(job.result(180)["y"][0, 0]) / number for number, job in zip(numbers, jobs, strict=True)]
 
     return wait
 

@@ -115,12 +115,12 @@ def test_comparison_divides_the_jobs_and_is_reported_at_any_time(site: Site):
         for turn in range(3):
             jobs = {user: client.submit(MODEL, X, sticky_key=user) for user in users}
             for user, job in jobs.items():
-                users[user][factor := float(job.result(30)["y"][0, 0])] += 1
+                users[user][factor := float(job.result(180)["y"][0, 0])] += 1
                 assert job.rate(0.3 * factor + 0.01 * turn)
         # Each job counts once, whoever reports it, and jobs of no arm do not count.
         assert not client.report_quality(job.id, 100.0)
         other = client.submit(MODEL, X, version="2")
-        named = other.result(30)
+        named = other.result(180)
         assert not other.rate(100.0)
         assert (job.info().experiment, other.info().experiment) == (begun["experiment"], "")
         with pytest.raises(InvalidInput, match="Expected a finite number"):
@@ -225,14 +225,14 @@ def test_rollout_is_decided_through_a_worker(site: Site):
     begun = site.run(*via, "start", REMOTE, "--to", "2", "--steps", "50,100", "--dwell", "0", *HEALTHY, "--detach")
     assert (begun["status"], begun["percent"]) == ("running", 50)
     with Client(site.url) as client:
-        answers = Counter(float(client.submit(REMOTE, X).result(30)["y"][0, 0]) for _ in range(60))
+        answers = Counter(float(client.submit(REMOTE, X).result(180)["y"][0, 0]) for _ in range(60))
         assert set(answers) == {1.0, 2.0}
         paused = site.run(*via, "pause", REMOTE)
         assert (paused["status"], site.run(*via, "status", REMOTE)["percent"]) == ("paused", 50)
         with SwapLoad(site.url, REMOTE, in_flight=4):
             done = site.run(*via, "resume", REMOTE)
         assert (done["status"], done["percent"]) == ("completed", 100)
-        assert float(client.submit(REMOTE, X).result(30)["y"][0, 0]) == 2.0
+        assert float(client.submit(REMOTE, X).result(180)["y"][0, 0]) == 2.0
     assert site.deployer.registry.find(REMOTE).version == "2"
     trail = site.run("audit", "tail", "-n", "100")
     decided = [
@@ -266,10 +266,10 @@ def test_sticky_rollout_never_takes_the_candidate_from_a_key(site: Site):
                 rows = {user: [[1.0, float(number), float(place), 0.0]] for place, user in enumerate(seen)}
                 jobs = {user: client.submit(REMOTE, {"x": row}, sticky_key=user) for user, row in rows.items()}
                 for user, job in jobs.items():
-                    seen[user].append(str(int(job.result(30)["y"][0, 0])))
+                    seen[user].append(str(int(job.result(180)["y"][0, 0])))
         finally:
             driver.kill()
-            driver.wait(30)
+            driver.wait(180)
     assert (driver.returncode, site.deployer.registry.find(REMOTE).version) == (0, candidate)
     moves = {user: sum(one != two for one, two in pairwise(versions)) for user, versions in seen.items()}
     assert set(moves.values()) == {1}
@@ -298,7 +298,7 @@ def test_open_breaker_takes_the_jobs_from_a_candidate_without_a_driver(site: Sit
         def answers() -> set[str]:
             inputs = [{"x": [[1.0, float(next(numbers)), 0.0, 0.0]]} for _ in range(40)]
             jobs = client.submit_many(REMOTE, inputs)
-            return {str(int(job.result(30)["y"][0, 0])) for job in jobs}
+            return {str(int(job.result(180)["y"][0, 0])) for job in jobs}
 
         # Before its first reading, the worker may still have the open breaker of the last experiment.
         wait_until(lambda: answers() == {stable, candidate}, 30, "both arms have jobs")
@@ -358,7 +358,7 @@ def test_rollout_goes_on_after_the_death_of_a_worker_and_of_its_driver(site: Sit
             wait_until(lambda: counted() == step() - 1, 60, "its page has each step of the registry once")
         finally:
             driver.kill()
-            driver.wait(30)
+            driver.wait(180)
         recorded = site.deployer.registry.experiment(MODEL)
         assert recorded is not None
         before = len(load.answers)

@@ -37,7 +37,7 @@ def _row(number: float, other: float = 0) -> dict[str, np.ndarray]:
 def _answered(client: Client, model: str, count: int, first: int) -> list[JobHandle]:
     jobs = client.submit_many(model, [_row(first + number) for number in range(count)])
     for job in jobs:
-        job.result(60)
+        job.result(180)
     return jobs
 
 
@@ -78,10 +78,10 @@ def test_counts_of_two_workers_equal_the_jobs_sent(
         jobs = [client.submit("counted", _row(1 + number)) for number in range(300)]
         broken = [client.submit("counted", _row(-kind, each)) for kind in (1, 2, 3) for each in range(kind)]
         equal = [client.submit("counted", _row(777)) for _ in range(20)]
-        assert [job.result(60)["y"][0, 0] for job in jobs + equal] == [*range(2, 602, 2), *[1554] * 20]
+        assert [job.result(180)["y"][0, 0] for job in jobs + equal] == [*range(2, 602, 2), *[1554] * 20]
         for job in broken:
             with pytest.raises(ModelError, match="on purpose"):
-                job.result(60)
+                job.result(180)
     sent = len(jobs) + len(broken) + len(equal)
     # A worker counts a batch after its commit: its clients may have the results before.
     wait_until(lambda: _total(workers, "infer_requests_total", model="counted") >= sent, 30, "all jobs are counted")

@@ -97,7 +97,7 @@ def _all_waiting(worker: WorkerProcess, client: Client, model: str, inputs: Sequ
 def test_only_the_wanted_outputs_come_back(client: Client):
     """IN-031: one of two, both by name, and all by default; what the model does not declare is refused."""
     for wanted in (["z"], ["y", "z"], ["z", "y"], []):
-        result = client.submit("pair", _row(1), outputs=wanted).result(60)
+        result = client.submit("pair", _row(1), outputs=wanted).result(180)
         assert sorted(result) == sorted(wanted or ["y", "z"])
         assert all(result[name][0, 0] == {"y": 2, "z": 3}[name] for name in result)
     with pytest.raises(InvalidInput, match=r"Unknown output\(s\): q\. Declared outputs: y, z"):
@@ -111,7 +111,7 @@ def test_equal_inputs_with_other_outputs_wanted_get_their_own(served: Served, cl
         jobs = [client.submit("pair", _row(7), outputs=wanted) for wanted in (["y"], ["z"], ["y"], [])]
     finally:
         served.worker.thaw()
-    assert [sorted(job.result(60)) for job in jobs] == [["y"], ["z"], ["y"], ["y", "z"]]
+    assert [sorted(job.result(180)) for job in jobs] == [["y"], ["z"], ["y"], ["y", "z"]]
 
 
 def test_rows_that_cannot_be_joined_never_share_a_forward(served: Served, client: Client):
@@ -123,7 +123,7 @@ def test_rows_that_cannot_be_joined_never_share_a_forward(served: Served, client
         for length in (3, 5)
     ]
     jobs = _all_waiting(served.worker, client, "ragged", inputs)
-    sums = [float(job.result(60)["y"][0, 0]) for job in jobs]
+    sums = [float(job.result(180)["y"][0, 0]) for job in jobs]
     assert sums == [float(number * length) for number in range(1, 21) for length in (3, 5)]
     forwards = [json.loads(line) for line in (served.folder / "ragged").read_text().splitlines()]
     counted = [(rows, length, masked) for rows, length, masked in forwards if length in (3, 5)]
@@ -135,7 +135,7 @@ def test_rows_that_cannot_be_joined_never_share_a_forward(served: Served, client
 def test_batch_on_a_cpu_is_32_rows_by_default(served: Served, client: Client):
     """CF-007, CX-015: neither setting nor package names a size: under load forwards reach 32 rows and never more."""
     jobs = _all_waiting(served.worker, client, "unlimited", [_row(number) for number in range(1, 201)])
-    assert [job.result(60)["y"][0, 0] for job in jobs] == [2 * number for number in range(1, 201)]
+    assert [job.result(180)["y"][0, 0] for job in jobs] == [2 * number for number in range(1, 201)]
     sizes = [len(rows) for rows in recorded_forwards(served.folder / "unlimited")]
     assert max(sizes) == 32
 
@@ -156,7 +156,7 @@ def test_busy_device_gathers_jobs_for_as_long_as_a_job_may_wait(
     for number in (2, 3):
         jobs.append(client.submit(model, _row(number)))
         wait_until(lambda: is_claimed(len(jobs)), 5, "the worker holds the job")
-    assert [job.result(60)["y"][0, 0] for job in jobs] == [2, 4, 6]
+    assert [job.result(180)["y"][0, 0] for job in jobs] == [2, 4, 6]
     broker.close()
     assert [rows for rows in recorded_forwards(forward_log) if rows[0] > 0] == forwards
 
@@ -165,7 +165,7 @@ def test_metrics_of_models_say_which_version_and_endpoint(served: Served, client
     """AR-095: on a worker's own page every penstock_* sample of a model has the three labels, and no job is one."""
     jobs = [client.submit("pair", _row(number)) for number in range(5)]
     for job in jobs:
-        job.result(60)
+        job.result(180)
     page = probe(served.worker, "/metrics")[1].decode()
     samples = [
         sample

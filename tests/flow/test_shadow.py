@@ -50,7 +50,7 @@ def test_candidate_is_compared_with_what_was_served(
         shadow.start()
         with Client(shared_redis.url) as client:
             jobs = client.submit_many(slot, [{"x": [[float(n), 1.0, 2.0, 3.0]]} for n in range(20)])
-            answers = [job.result(60)["y"][0, 0] for job in jobs]
+            answers = [job.result(180)["y"][0, 0] for job in jobs]
         assert answers == [2.0 * n for n in range(20)]
         report = wait_for_compared(environ, slot, 20)
     finally:
@@ -86,7 +86,7 @@ def test_shadow_worker_opens_the_breaker_of_a_candidate_that_drifts(
             assert mirror(noise[:300].tolist()) == 300
             assert (receiver.calls, breaker_of(shared_redis, slot, "1").is_closed) == ([], True)
             shadow.terminate()
-            assert shadow.wait(60) == 0
+            assert shadow.wait(180) == 0
             shadow.start()
             assert mirror((noise[300:] + 4e-6).tolist()) == 400
             wait_until(lambda: receiver.calls, 60, "the alert arrives")

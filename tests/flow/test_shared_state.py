@@ -78,7 +78,7 @@ def test_workers_converge_and_outlive_the_store(
     time.sleep(1.2 * INTERVAL_S)
     with Client(shared_redis.url) as client:
         for version, factor in (("1", 1.0), ("2", 10.0)):
-            answer = client.submit(name, X, version=version).result(timeout=60)["y"]
+            answer = client.submit(name, X, version=version).result(timeout=180)["y"]
             assert float(answer[0, 0]) == factor
     assert [state(worker, name, "1") for worker in workers] == ["ready", "ready"]
     assert all(worker.is_running for worker in workers)

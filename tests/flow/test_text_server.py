@@ -23,7 +23,7 @@ from tests.gateway_process import GatewayProcess
 from tests.servers import RedisServer, WorkerProcess, redis_binaries, require, wait_until
 from tests.workers.generation.packages import write_relay, write_writer
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 GREEDY = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=60, temperature=0.9, seed=7, ignore_eos=True)
 LONG = 6000

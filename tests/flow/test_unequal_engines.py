@@ -19,7 +19,7 @@ from tests.workers.generation.packages import write_writer
 
 pytestmark = pytest.mark.slow
 
-PATIENCE_S = 90.0
+PATIENCE_S = 180.0
 LONG = 6000
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 

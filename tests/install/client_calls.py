@@ -22,7 +22,7 @@ def blocking(model: str, local_model: str) -> int:
     """Every call of Client and of JobHandle."""
     with Client.from_env() as client:
         job = client.submit(model, INPUTS, deadline_s=60, idempotency_key="once", retry=Retry(2), priority="high")
-        answers = [job.result(60)["y"], client.job(job.id).result(60)["y"]]
+        answers = [job.result(180)["y"], client.job(job.id).result(180)["y"]]
         assert job.status() == "completed"
         assert job.info().attempt == 1
         # No experiment divides the jobs.
@@ -35,7 +35,7 @@ def blocking(model: str, local_model: str) -> int:
         assert client.submit(local_model, INPUTS).cancel() == "cancelled"
     client.close()
     with Client.in_memory(IN_MEMORY) as in_memory:
-        assert in_memory.submit("double", INPUTS).result(60)["y"].tolist() == [[2.0, 4.0, 6.0, 8.0]]
+        assert in_memory.submit("double", INPUTS).result(180)["y"].tolist() == [[2.0, 4.0, 6.0, 8.0]]
     return len(answers)
 
 
@@ -43,7 +43,7 @@ async def on_a_loop(model: str, local_model: str) -> int:
     """Every call of AsyncClient and of AsyncJobHandle."""
     async with AsyncClient.from_env() as client:
         job = await client.submit(model, INPUTS)
-        answers = [(await job.result(60))["y"], (await client.job(job.id).result(60))["y"]]
+        answers = [(await job.result(180))["y"], (await client.job(job.id).result(180))["y"]]
         assert await job.status() == "completed"
         assert (await job.info()).attempt == 1
         assert (await job.rate(0.5), await client.report_quality(job.id, 0.5)) == (False, False)
@@ -55,7 +55,7 @@ async def on_a_loop(model: str, local_model: str) -> int:
         assert await (await client.submit(local_model, INPUTS)).cancel() == "cancelled"
     await client.aclose()
     async with AsyncClient.in_memory(IN_MEMORY) as in_memory:
-        assert (await (await in_memory.submit("double", INPUTS)).result(60))["y"].tolist() == [[2.0, 4.0, 6.0, 8.0]]
+        assert (await (await in_memory.submit("double", INPUTS)).result(180))["y"].tolist() == [[2.0, 4.0, 6.0, 8.0]]
     return len(answers)
 
 

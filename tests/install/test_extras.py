@@ -19,7 +19,7 @@ from tests.packages import write_double
 from tests.servers import ROOT, RedisServer
 
 Install = Callable[[str], Environment]
-pytestmark = [pytest.mark.install, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.install, pytest.mark.slow, pytest.mark.timeout(1200)]
 ROW = {"x": [[1.0, 2.0, 3.0, 4.0]]}
 
 
@@ -63,7 +63,7 @@ def test_worker_serves_python(
     write_double(models_root)
     worker = start_installed(environment, redis_server, models_root)
     with Client(redis_server.url) as client:
-        assert client.submit("double", ROW).result(60)["y"].tolist() == [[2.0, 4.0, 6.0, 8.0]], worker.tail()
+        assert client.submit("double", ROW).result(180)["y"].tolist() == [[2.0, 4.0, 6.0, 8.0]], worker.tail()
 
 
 def test_worker_serves_torch(
@@ -74,5 +74,5 @@ def test_worker_serves_torch(
     shutil.copytree(ROOT / "models" / "mlp", models_root / "mlp")
     worker = start_installed(environment, redis_server, models_root)
     with Client(redis_server.url) as client:
-        logits = client.submit("mlp", {"x": np.ones((1, 384), np.float32)}).result(60)["logits"]
+        logits = client.submit("mlp", {"x": np.ones((1, 384), np.float32)}).result(180)["logits"]
     assert logits.shape == (1, 10), worker.tail()

@@ -41,7 +41,7 @@ from penstock import Client
 from tasks import add
 
 with Client.from_env() as client:
-    answer = client.submit("double", {"x": [[1, 2, 3, 4]]}).result(60)["y"].tolist()
+    answer = client.submit("double", {"x": [[1, 2, 3, 4]]}).result(180)["y"].tolist()
 settings = {name: repr(current_app.conf[name]) for name in current_app.conf}
 found = {
     "answer": answer,

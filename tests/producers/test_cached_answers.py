@@ -359,7 +359,7 @@ def test_a_cache_that_is_away_is_a_miss(fleet: Fleet):
     assert fleet.queued == 10
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_a_frozen_cache_is_a_miss(fleet: Fleet, redis_server: RedisServer):
     """The submit goes on after a short time, and the next ones do not wait at all."""
     redis_server.pause()

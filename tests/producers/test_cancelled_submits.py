@@ -22,7 +22,7 @@ X = np.ones((1, 4), np.float32)
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
     """In a loop of its own. A wait that never ends fails the test."""
-    return asyncio.run(asyncio.wait_for(main, 60))
+    return asyncio.run(asyncio.wait_for(main, 180))
 
 
 async def cancelled(submit: Coroutine[Any, Any, Any], turns: int) -> None:

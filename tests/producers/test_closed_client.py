@@ -114,7 +114,7 @@ async def _result(job: AsyncJobHandle) -> None:
 
 def _waits(job: JobHandle, errors: list[Exception]) -> None:
     try:
-        job.result(60)
+        job.result(180)
     except Exception as error:
         errors.append(error)
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 def _run(main: Coroutine[Any, Any, T]) -> T:
     """In a loop of its own, which is closed at the end."""
-    return asyncio.run(asyncio.wait_for(main, 60))
+    return asyncio.run(asyncio.wait_for(main, 180))
 
 
 def _sockets() -> int:
@@ -62,7 +62,7 @@ def test_a_client_goes_on_in_the_next_loop(shared_redis: RedisServer, parked: st
     end(broker, claim(broker, parked)[0], value=5)
 
     async def ask() -> tuple[list[float], str, list[str]]:
-        result = await early.result(30)
+        result = await early.result(180)
         late = await _submitted(client, parked)
         assert await late.cancel() == "cancelled"
         return result["z"].tolist(), await waiting.status(), [event.type async for event in late.stream()]
@@ -151,7 +151,7 @@ def test_a_child_awaits_a_job_of_its_parent(
         if call == "gather":
             (outputs,) = await client.gather([job], timeout=30)
         else:
-            outputs = await job.result(30)
+            outputs = await job.result(180)
         return float(outputs["z"][0])
 
     pid = os.fork()

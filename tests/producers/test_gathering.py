@@ -108,7 +108,7 @@ def test_gather_gives_outputs_in_the_order_of_the_handles(
             kind, shared_redis.url, parked, 3, lambda client, jobs: client.gather(jobs, **options), end_all
         )
 
-    first, second, third = gather(return_exceptions=True, timeout=60)
+    first, second, third = gather(return_exceptions=True, timeout=180)
     assert (first["z"].tolist(), third["z"].tolist()) == ([1.0], [3.0])
     assert isinstance(second, ModelError)
     with pytest.raises(ModelError, match="KeyError"):
@@ -125,7 +125,7 @@ def test_the_first_failure_is_raised_while_others_run(
         end(broker, claim(broker, parked)[1], state=State.FAILED)
 
     with pytest.raises(ModelError):
-        _with_jobs(kind, shared_redis.url, parked, 2, lambda client, jobs: client.gather(jobs, timeout=60), end_one)
+        _with_jobs(kind, shared_redis.url, parked, 2, lambda client, jobs: client.gather(jobs, timeout=180), end_one)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,7 +160,7 @@ def test_jobs_of_another_process_are_followed(kind: str, shared_redis: RedisServ
     missing = new_job_id(parked)
 
     def gather(client: Any, _: list[Any]) -> Any:
-        return client.gather([client.job(job_id) for job_id in (*ids, missing)], return_exceptions=True, timeout=60)
+        return client.gather([client.job(job_id) for job_id in (*ids, missing)], return_exceptions=True, timeout=180)
 
     def end_the_rest() -> None:
         end(broker, claimed[1], value=2)
@@ -203,7 +203,7 @@ def test_many_jobs_cost_few_calls(shared_redis: RedisServer, parked: str, broker
             end(broker, *claimed)
         counting = CountingStreams.from_url(shared_redis.url)
         client._broker = client._reader._broker = counting
-        assert len(client.gather(jobs, timeout=60)) == 1000
+        assert len(client.gather(jobs, timeout=180)) == 1000
         assert counting.calls < 30
         counting.close()
 

@@ -65,11 +65,11 @@ def test_an_unpickled_handle_is_bound_by_another_client(shared_redis: RedisServe
         end(broker, *claim(broker, parked), value=3)
     with Client(shared_redis.url) as other:
         bound = other.job(pickle.loads(packed))  # noqa: S301 - the bytes are our own
-        assert bound.result(30)["z"].tolist() == [3.0]
+        assert bound.result(180)["z"].tolist() == [3.0]
 
     async def read() -> list[float]:
         async with AsyncClient(shared_redis.url) as client:
-            outputs = await client.job(job).result(30)
+            outputs = await client.job(job).result(180)
             return list(outputs["z"].tolist())
 
     assert asyncio.run(read()) == [3.0]

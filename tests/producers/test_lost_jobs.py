@@ -42,10 +42,10 @@ def _go_back(server: RedisServer, model: str) -> None:
 
 LOSSES = {"empty": _forget, "older": _go_back}
 WAITS: dict[str, Callable[[Client, str], object]] = {
-    "result": lambda client, model: client.submit(model, {"x": X}).result(60),
+    "result": lambda client, model: client.submit(model, {"x": X}).result(180),
     "info": lambda client, model: client.submit(model, {"x": X}).info(60),
     "stream": lambda client, model: list(client.submit(model, {"x": X}).stream()),
-    "gather": lambda client, model: client.gather(client.submit_many(model, [{"x": X}] * JOBS), timeout=60),
+    "gather": lambda client, model: client.gather(client.submit_many(model, [{"x": X}] * JOBS), timeout=180),
     "as_completed": lambda client, model: [
         job.result() for job in client.as_completed(client.submit_many(model, [{"x": X}] * JOBS), 60)
     ],
@@ -64,11 +64,11 @@ async def _completed(client: AsyncClient, model: str) -> None:
 
 
 async def _result(client: AsyncClient, model: str) -> Any:
-    return await (await client.submit(model, {"x": X})).result(60)
+    return await (await client.submit(model, {"x": X})).result(180)
 
 
 async def _gather(client: AsyncClient, model: str) -> Any:
-    return await client.gather(await client.submit_many(model, [{"x": X}] * JOBS), timeout=60)
+    return await client.gather(await client.submit_many(model, [{"x": X}] * JOBS), timeout=180)
 
 
 async def _map(client: AsyncClient, model: str) -> Any:
@@ -98,7 +98,7 @@ def test_a_waiting_client_is_told(way: str, loss: str, redis_server: RedisServer
         _await_jobs(redis_server, announced)
         LOSSES[loss](redis_server, announced)
         with pytest.raises(JobLost, match=rf"^The broker lost job {announced}\..* Submit the job again$") as lost:
-            waiting.result(60)
+            waiting.result(180)
         assert isinstance(lost.value, LookupError)
         assert not isinstance(lost.value, JobFailed)
 
@@ -114,7 +114,7 @@ def test_a_waiting_task_is_told(way: str, loss: str, redis_server: RedisServer, 
             await asyncio.to_thread(_await_jobs, redis_server, announced)
             await asyncio.to_thread(LOSSES[loss], redis_server, announced)
             with pytest.raises(JobLost):
-                await asyncio.wait_for(waiting, 60)
+                await asyncio.wait_for(waiting, 180)
 
     asyncio.run(wait())
 
@@ -130,7 +130,7 @@ def test_every_lost_job_of_a_map_has_its_error(redis_server: RedisServer, announ
             wait_until(lambda: server.xlen(queue) == 2 * JOBS, 30, "the jobs wait")
         _forget(redis_server, announced)
         for waiting in (mapping, gathering):
-            assert [type(each) for each in waiting.result(60)] == [JobLost] * JOBS
+            assert [type(each) for each in waiting.result(180)] == [JobLost] * JOBS
 
 
 def test_every_question_about_a_lost_job_says_so(redis_server: RedisServer, announced: str):
@@ -169,8 +169,8 @@ def test_the_next_jobs_go_to_the_broker_that_is_there(redis_server: RedisServer,
         first = client.submit(announced, {"x": X})
         _forget(redis_server, announced)
         with pytest.raises(JobLost):
-            first.result(60)
+            first.result(180)
         again = client.submit(announced, {"x": X})
         assert again.cancel() == "cancelled"
         with pytest.raises(JobFailed):
-            again.result(60)
+            again.result(180)

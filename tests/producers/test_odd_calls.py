@@ -30,7 +30,7 @@ from tests.producers.answers import claim, end
 from tests.servers import RedisServer, wait_until
 
 KINDS = ["blocking", "asyncio"]
-PATIENCE_S = 60
+PATIENCE_S = 180.0
 ROW = np.arange(4, dtype=np.float32).reshape(1, 4)
 _RULE = "Expected 1 to 64 characters of a-z, 0-9, '.', '_' or '-', starting with a letter or digit"
 _SECONDS = "Expected a number of seconds, or None to wait without a limit"

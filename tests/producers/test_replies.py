@@ -197,7 +197,7 @@ def test_one_waiting_thread_reads_for_all(broker: CountedBroker, reader: ReplyRe
         wait_until(lambda: broker.reads, 5, "a thread reads")
         for job in jobs:
             broker.end(job)
-        assert all(wait.result(60) for wait in waits)
+        assert all(wait.result(180) for wait in waits)
     assert {job.record.state for job in jobs if job.record} == {State.CANCELLED}
     assert reader._reading is None
 
@@ -224,7 +224,7 @@ def test_a_new_stream_wakes_the_thread_that_reads(broker: CountedBroker, reader:
         assert broker.nudged == [reader.address("m")]
         wait_until(lambda: reader.address("other") in broker.reads[-1], 5, "the new stream is read")
         broker.end(first)
-        assert waiting.result(60)
+        assert waiting.result(180)
 
 
 def test_a_broker_that_does_not_answer_is_the_error_of_the_reading_thread(broker: CountedBroker, reader: ReplyReader):

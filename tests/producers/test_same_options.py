@@ -74,7 +74,7 @@ def _mapping(kind: str, server: RedisServer, model: str, count: int, **options: 
             with Client(server.url) as other:
                 assert other.job(headers[0].id, tenant=headers[0].tenant).cancel() == "cancelled"
             with pytest.raises(Cancelled):
-                ended.result(60)
+                ended.result(180)
 
 
 def test_the_three_calls_accept_the_same_options():
@@ -226,7 +226,7 @@ def test_map_returns_the_error_of_a_bad_item_in_its_place(
         )
         wait_until(lambda: len(_headers(shared_redis, parked)) == 5, 60, "all good items wait")
         end(broker, *claim(broker, parked), value=2)
-        results = mapping.result(60)
+        results = mapping.result(180)
     errors = {index: str(each) for index, each in enumerate(results) if isinstance(each, InvalidInput)}
     assert list(errors) == [0, 3, 7]
     assert errors[0] == "Item 0: x: shape (1, 3). Expected (batch, 4), every extent at least 1"

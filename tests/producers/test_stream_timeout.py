@@ -92,6 +92,6 @@ def test_a_silent_stream_times_out_and_continues(
     assert isinstance(seen, JobEvent)
     assert f"stream(after={seen.seq}) continues" in str(late)
     end(broker, claimed)
-    (last,) = _events(kind, shared_redis.url, job_id, after=seen.seq, timeout=60)
+    (last,) = _events(kind, shared_redis.url, job_id, after=seen.seq, timeout=180)
     assert isinstance(last, JobEvent)
     assert last.type == "completed"

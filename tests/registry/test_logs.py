@@ -42,7 +42,7 @@ class Lines:
 
 def run_python(code: str) -> list[dict[str, object]]:
     """The lines that a fresh interpreter writes to stderr."""
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=180)
     return [json.loads(line) for line in ended.stderr.splitlines()]
 
 

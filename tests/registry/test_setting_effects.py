@@ -364,7 +364,7 @@ def test_followers_without_a_queue_go_to_the_one_of_the_settings(tmp_path: Path)
         "PENSTOCK_INFERENCE_CELERY_DEFAULT_QUEUE": "followers",
     }
     shown = subprocess.run(
-        [sys.executable, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], env=environ, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=180
     )
     assert shown.stdout.strip() == "followers"
 

@@ -103,7 +103,7 @@ def test_a_slow_hook_delays_nobody():
     may_go, got = threading.Event(), []
 
     def slow(alert: Alert) -> None:
-        may_go.wait(60)
+        may_go.wait(180)
         got.append(alert.id)
 
     hook, alerts = BackgroundHook(slow, waiting=2), Alerts()

@@ -262,7 +262,7 @@ def test_rotations_at_once_lose_no_key(load: Load, audit: Records):
     made: list[str] = []
 
     def rotate() -> None:
-        start.wait(60)
+        start.wait(180)
         made.append(rotate_keys(settings, audit).ids[0])
 
     threads = [threading.Thread(target=rotate) for _ in range(8)]

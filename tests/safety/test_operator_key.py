@@ -59,7 +59,7 @@ def test_one_of_many_generators_wins(path: Path):
     start = threading.Barrier(8)
 
     def generate() -> None:
-        start.wait(60)
+        start.wait(180)
         try:
             made.append(OperatorKey.generate(path).key_id)
         except ConfigurationError as error:

@@ -32,5 +32,5 @@ def test_an_async_validator_is_awaited_in_a_prefork_child(shared_redis: RedisSer
             answers = [app.send_task("judge", (error,), queue=slot).get(timeout=120) for error in (0.1, 2.0)]
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(180)
     assert answers == [["PASS", "", True], ["FAIL", "off 2, expected at most 0.5", True]]

@@ -311,7 +311,7 @@ def test_tenant_comes_from_the_environment(variables: dict[str, str], name: str)
     code = "from penstock.safety.privacy import TenantIsolation; print(TenantIsolation.from_env().namespace_key('k'))"
     environ = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")} | variables
     shown = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True, timeout=180
     )
     assert shown.stdout.strip() == name
 

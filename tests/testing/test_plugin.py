@@ -75,7 +75,7 @@ def test_a_project_names_its_models(pytester: pytest.Pytester):
         @pytest.mark.parametrize("number", [1.0, 2.0])
         def test_answers(penstock_client, number):
             seen.append(penstock_client)
-            assert penstock_client.submit("double", {"x": [number]}).result(60)["y"].tolist() == [2 * number]
+            assert penstock_client.submit("double", {"x": [number]}).result(180)["y"].tolist() == [2 * number]
 
         def test_each_test_has_its_own():
             assert len({id(client) for client in seen}) == 2
@@ -96,7 +96,7 @@ def test_an_event_loop_of_the_test_uses_the_async_client(pytester: pytest.Pytest
         def test_answers(penstock_async_client):
             async def program():
                 job = await penstock_async_client.submit("double", {"x": [3.0]})
-                return (await job.result(60))["y"].tolist()
+                return (await job.result(180))["y"].tolist()
 
             assert asyncio.run(program()) == [6.0]
 
@@ -116,7 +116,7 @@ def test_packages_of_the_project_are_served_by_default(pytester: pytest.Pytester
     (folder / "test_it.py").write_text(
         "def test_answers(penstock_client):\n"
         "    for model in ('double', 'other'):\n"
-        "        assert penstock_client.submit(model, {'x': [[1.0] * 4]}).result(60)['y'][0, 0] == 2.0\n"
+        "        assert penstock_client.submit(model, {'x': [[1.0] * 4]}).result(180)['y'][0, 0] == 2.0\n"
     )
     run(pytester, "--rootdir", str(pytester.path), str(folder)).assert_outcomes(passed=1)
 
@@ -158,18 +158,18 @@ def test_a_real_worker_serves_a_whole_project(pytester: pytest.Pytester, models_
         import sys
 
         ROW = {"x": [[1.0, 2.0, 3.0, 4.0]]}
-        PROGRAM = "from penstock import Client; print(Client.from_env().submit('double', %r).result(60)['y'].tolist())"
+        PROGRAM = "from penstock import Client; print(Client.from_env().submit('double', %r).result(180)['y'].tolist())"
 
         def test_client(penstock_worker):
             with penstock_worker.client() as client:
                 job = client.submit("double", ROW)
-                assert job.result(60)["y"].tolist() == [[2.0, 4.0, 6.0, 8.0]]
+                assert job.result(180)["y"].tolist() == [[2.0, 4.0, 6.0, 8.0]]
                 assert job.info().worker != "memory"
 
         def test_async_client(penstock_worker):
             async def program():
                 async with penstock_worker.async_client() as client:
-                    return (await (await client.submit("double", ROW)).result(60))["y"].tolist()
+                    return (await (await client.submit("double", ROW)).result(180))["y"].tolist()
 
             assert asyncio.run(program()) == [[2.0, 4.0, 6.0, 8.0]]
 

@@ -25,11 +25,11 @@ def test_ended_jobs_have_theirs():
     """In the order of their ends, with the URL and the event of each; nothing is sent."""
     with Receiver() as receiver, Client.in_memory({"double": _double}) as client:
         good = client.submit("double", X, webhook=receiver.url())
-        good.result(60)
+        good.result(180)
         bad = client.submit("double", {"x": [[-1.0]]}, webhook=URL)
         with pytest.raises(ModelError):
-            bad.result(60)
-        client.submit("double", X).result(60)
+            bad.result(180)
+        client.submit("double", X).result(180)
         found = queued_webhooks(client)
         assert [each.url for each in found] == [receiver.url(), URL]
         assert [each.event["type"] for each in found] == ["job.completed", "job.failed"]
@@ -42,9 +42,9 @@ def test_asyncio_client_has_them_too():
 
     async def run() -> list[str]:
         async with AsyncClient.in_memory({"double": _double}) as client:
-            await (await client.submit("double", X, webhook=URL)).result(60)
+            await (await client.submit("double", X, webhook=URL)).result(180)
             for job in await client.submit_many("double", [X, X], webhook=URL):
-                await job.result(60)
+                await job.result(180)
             await client.map("double", [X], webhook=URL)
             return [each.event["type"] for each in queued_webhooks(client)]
 

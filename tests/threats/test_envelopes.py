@@ -157,7 +157,7 @@ def test_replayed_and_copied_envelopes_have_no_effect(target: AttackedWorker):
     with target.client() as client, target.server.client() as overseer:
         before = overseer.xlen(dead_key("recorder"))
         waiting = client.submit_many("recorder", [{"x": [[marker, 0, 0, n]]} for n in range(3)])
-        results = [job.result(60)["y"].tolist() for job in waiting]
+        results = [job.result(180)["y"].tolist() for job in waiting]
         record = overseer.get(record_key(waiting[0].id))
         # The bytes as they lay in the queue: made again here, for the queue is empty by now.
         header, body = fuzz.good_job(Random(5), model="recorder")
@@ -165,13 +165,13 @@ def test_replayed_and_copied_envelopes_have_no_effect(target: AttackedWorker):
         for priority in (Priority.NORMAL, Priority.NORMAL, Priority.HIGH):
             overseer.xadd(stream_key("recorder", priority), {"e": sealed})
         overseer.xadd(stream_key("double", Priority.NORMAL), {"e": sealed})
-        client.submit("recorder", {"x": [[1, 1, 1, 1]]}, priority="low").result(60)
-        client.submit("double", {"x": [[1, 1, 1, 1]]}, priority="low").result(60)
+        client.submit("recorder", {"x": [[1, 1, 1, 1]]}, priority="low").result(180)
+        client.submit("double", {"x": [[1, 1, 1, 1]]}, priority="low").result(180)
         wait_until(
             lambda: overseer.xlen(dead_key("recorder")) == before + 1, 10, "the copy to another queue is put aside"
         )
         assert overseer.get(record_key(waiting[0].id)) == record
-        assert [job.result(60)["y"].tolist() for job in waiting] == results
+        assert [job.result(180)["y"].tolist() for job in waiting] == results
         assert overseer.hget("{recorder}:flow", "t:default") is None
     rows = [row for batch in recorded_forwards(target.forward_log) for row in batch]
     assert rows.count(marker) == 3
@@ -181,13 +181,13 @@ def test_result_of_another_job_is_not_believed(target: AttackedWorker):
     """A validly signed result copied over the record of another job, or sealed as an event: refused by its reader."""
     with target.client() as client, target.server.client() as overseer:
         one, other = client.submit_many("double", [{"x": [[1, 1, 1, 1]]}, {"x": [[2, 2, 2, 2]]}])
-        one.result(60)
-        other.result(60)
+        one.result(180)
+        other.result(180)
         overseer.set(record_key(one.id), overseer.get(record_key(other.id)))
         with pytest.raises(BadSignature):
-            client.job(one.id).result(60)
+            client.job(one.id).result(180)
         event = _sealed("event", Random(6))
         overseer.set(record_key(one.id), State.COMPLETED.value.encode() + b"-" + event)
         with pytest.raises(Corrupt):
-            client.job(one.id).result(60)
+            client.job(one.id).result(180)
     assert is_job_id(new_job_id("double"), "double")

@@ -208,7 +208,7 @@ def take_all_ways(site: Site, canaries: Canaries) -> None:
         handles = [*client.submit_many("texts", inputs * 2), client.submit("texts", inputs[0])]
         handles.append(client.submit("texts", inputs[1], idempotency_key="order-1"))
         for handle, given in zip(handles, [*inputs * 2, inputs[0], inputs[1]], strict=True):
-            outputs = handle.result(60)
+            outputs = handle.result(180)
             assert outputs["said"].tolist() == [given["text"][0][::-1]]
             assert outputs["y"].tolist() == [[2 * value for value in given["x"][0]]]
         for _ in range(3):
@@ -216,10 +216,10 @@ def take_all_ways(site: Site, canaries: Canaries) -> None:
             doubled = client.map("double", np.array(row * 3, np.float32))
             assert [values.tolist() for values in doubled] == [[2 * value for value in row[0]]] * 3
         stream = client.submit("speaker", {"text": [canaries.text()], "x": canaries.row()})
-        assert [event.type for event in stream.stream(timeout=60)].count("chunk") == 4
+        assert [event.type for event in stream.stream(timeout=180)].count("chunk") == 4
         failing = client.submit("texts", {"text": [canaries.text("fail")], "x": canaries.row()})
         with pytest.raises(PenstockError):
-            failing.result(60)
+            failing.result(180)
         dead_letter(site, canaries)
         site.worker.freeze()
         try:
@@ -229,7 +229,7 @@ def take_all_ways(site: Site, canaries: Canaries) -> None:
                 SEEN_WAITING[site.mode] = dump_of(server)
         finally:
             site.worker.thaw()
-        waiting.result(60)
+        waiting.result(180)
 
 
 SEEN_WAITING: Final[dict[str, bytes]] = {}
@@ -326,9 +326,9 @@ def test_a_plain_job_is_a_dead_letter_with_a_reason(site: Site):
     with site.client(**{"privacy.seal_payloads": "off"}) as plain, site.client() as client:
         job = plain.submit("double", {"x": [[1.0, 2.0, 3.0, 4.0]]})
         with pytest.raises(DeadLettered, match=r"whose body is not encrypted.*privacy\.seal_payloads"):
-            job.result(60)
+            job.result(180)
         assert job.status() == "dead"
-        assert client.submit("double", {"x": [[1.0, 2.0, 3.0, 4.0]]}).result(60)["y"].tolist() == [[2, 4, 6, 8]]
+        assert client.submit("double", {"x": [[1.0, 2.0, 3.0, 4.0]]}).result(180)["y"].tolist() == [[2, 4, 6, 8]]
 
 
 def test_a_job_that_another_key_sealed_is_a_dead_letter_with_a_reason(site: Site):
@@ -336,7 +336,7 @@ def test_a_job_that_another_key_sealed_is_a_dead_letter_with_a_reason(site: Site
     with site.client(l2_encryption_key=OTHER_DATA_KEY.hex()) as stranger:
         job = stranger.submit("double", {"x": [[1.0, 2.0, 3.0, 4.0]]})
         with pytest.raises(DeadLettered, match="sealed with a key that is not here") as told:
-            job.result(60)
+            job.result(180)
     assert OTHER_DATA_KEY.hex() not in str(told.value)
 
 
@@ -344,15 +344,15 @@ def test_a_result_opens_only_with_the_key(site: Site):
     """A client without a data key, or with another one, cannot read it, and says why; one with the key reads it."""
     with site.client() as client:
         job = client.submit("double", {"x": [[1.0, 2.0, 3.0, 4.0]]})
-        job.result(60)
+        job.result(180)
     keyless = Client(site.server.url, settings=Settings.load(environ={}))
     with keyless, pytest.raises(BadSeal, match="its reader has no data key"):
-        keyless.job(job.id).result(60)
+        keyless.job(job.id).result(180)
     stranger = site.client(l2_encryption_key=OTHER_DATA_KEY.hex())
     with stranger, pytest.raises(BadSeal, match="sealed with a key that is not here"):
-        stranger.job(job.id).result(60)
+        stranger.job(job.id).result(180)
     with site.client(**{"privacy.seal_payloads": "off"}) as reader:
-        assert reader.job(job.id).result(60)["y"].tolist() == [[2, 4, 6, 8]]
+        assert reader.job(job.id).result(180)["y"].tolist() == [[2, 4, 6, 8]]
 
 
 def test_tenants_do_not_cross_over_sealed_payloads(site: Site):
@@ -365,10 +365,10 @@ def test_tenants_do_not_cross_over_sealed_payloads(site: Site):
     with site.client("owner") as owner, site.client("stranger") as stranger, site.server.client() as server:
         for model in ("texts", "speaker"):
             theirs = owner.submit(model, speech, idempotency_key="order-17")
-            theirs.result(60)
+            theirs.result(180)
             mine = stranger.submit(model, {**speech, "text": ["nothing"]}, idempotency_key="order-17")
             assert mine.id != theirs.id
-            assert mine.result(60)["said"].tolist() != theirs.result(60)["said"].tolist()
+            assert mine.result(180)["said"].tolist() != theirs.result(180)["said"].tolist()
             for look in (lambda job: job.result(timeout=1), lambda job: list(job.stream(timeout=1))):
                 crossings += _seen(look, stranger.job(theirs.id), UnknownJob)
             server.set(record_key(mine.id), server.get(record_key(theirs.id)) or b"")
@@ -393,7 +393,7 @@ def test_the_task_endpoint_does_not_take_plain_arguments(site: Site):
     app = Celery("program", broker=site.server.celery_url, backend=site.server.celery_url, set_as_current=False)
     arguments = {"model": "double", "inputs": {"x": [[1.0, 2.0, 3.0, 4.0]]}}
     result = app.send_task("penstock.infer", queue="penstock", kwargs=arguments)
-    told = result.get(timeout=60, propagate=False)
+    told = result.get(timeout=180, propagate=False)
     assert "send_task is off here: jobs must be signed or sealed" in str(told)
     result.backend.remove_pending_result(result)
     result.backend = None
@@ -421,7 +421,7 @@ def _refuses(site: Site, folder: Path, environment: Mapping[str, str], *texts: s
     worker = WorkerProcess(site.server, models, folder, name="refuses@test", environment=environment)
     worker.launch()
     try:
-        assert worker.wait(60) != 0
+        assert worker.wait(180) != 0
         told = worker.output.read_text()
         assert [text for text in texts if text not in told] == []
     finally:
@@ -432,11 +432,11 @@ def test_operators_see_headers_without_the_key_and_replay_with_it(site: Site):
     """`penstock job` needs no data key. `dead show` says that the body is sealed, and `dead replay` needs the key."""
     with site.client() as client:
         done = client.submit("double", {"x": [[1.0, 2.0, 3.0, 4.0]]})
-        done.result(60)
+        done.result(180)
         with site.client(l2_encryption_key=OTHER_DATA_KEY.hex()) as stranger:
             dead = stranger.submit("double", {"x": [[5.0, 6.0, 7.0, 8.0]]})
             with pytest.raises(DeadLettered):
-                dead.result(60)
+                dead.result(180)
         told = _run(["job", done.id], site.environ)
         assert (told.exit_code, "completed" in told.output) == (0, True)
         with closing(RedisStreams.from_url(site.server.url)) as broker:

@@ -156,7 +156,7 @@ def test_exceptions_travel_as_plain_data(target: AttackedWorker, tmp_path: Path)
     with target.client() as client, target.server.client() as overseer:
         job = client.submit("thrower", {"x": [[-1.0, 0, 0, 0]]})
         with pytest.raises(ModelError, match="Hostile: __import__"):
-            job.result(60)
+            job.result(180)
         record = overseer.get(record_key(job.id))
     size = int.from_bytes(record[6:10], "little")
     error = msgspec.msgpack.decode(record[10 : 10 + size])["error"]
@@ -195,7 +195,7 @@ def test_messages_that_are_programs_are_refused(kind: str, target: AttackedWorke
         overseer.xadd(stream_key("double", Priority.HIGH), {"e": body})
         wait_until(lambda: overseer.xlen(dead_key("double")) == before + 1, 10, "the job is dead-lettered")
         wait_until(lambda: not hostile_load._waiting(overseer), 10, "the message is taken")
-        assert client.submit("double", ROW).result(60)["y"].tolist() == [[2, 4, 6, 8]]
+        assert client.submit("double", ROW).result(180)["y"].tolist() == [[2, 4, 6, 8]]
     assert not trap.exists()
 
 
@@ -241,7 +241,7 @@ def test_unknown_kinds_are_dead_lettered(target: AttackedWorker):
         letters = overseer.xrevrange(dead_key("double"), count=count)
         kept = [dict(fields)[b"e"] for _, fields in letters]
         assert sorted(kept) == sorted(UNKNOWN_KINDS.values())
-        assert client.submit("double", ROW).result(60)["y"].tolist() == [[2, 4, 6, 8]]
+        assert client.submit("double", ROW).result(180)["y"].tolist() == [[2, 4, 6, 8]]
 
 
 COMMANDS_THAT_CHANGE = {
@@ -299,7 +299,7 @@ def test_revoke_does_not_kill(target: AttackedWorker):
     consumes(app, target.worker)
     app.control.revoke("double.nothing", terminate=True, signal="SIGKILL")
     with target.client() as client:
-        assert client.submit("double", ROW).result(60)["y"].tolist() == [[2, 4, 6, 8]]
+        assert client.submit("double", ROW).result(180)["y"].tolist() == [[2, 4, 6, 8]]
     assert target.worker.is_running
 
 

@@ -40,7 +40,7 @@ def test_the_variables_of_another_celery_program_do_not_move_the_worker():
         env={"PENSTOCK_REDIS_URL": "redis://127.0.0.1:1/0", **foreign},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == ["1 0"] * 4
@@ -61,7 +61,7 @@ def test_messages_of_a_killed_worker_come_back_at_the_next_turn(shared_redis: Re
         env={"PENSTOCK_REDIS_URL": shared_redis.url},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert ended.stdout.strip() == "1", ended.stderr
 
@@ -75,7 +75,7 @@ def test_celery_does_not_warn_of_the_user_root_at_each_start(another: str):
         env={"PENSTOCK_REDIS_URL": "redis://127.0.0.1:1/0"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert ended.returncode == 0, ended.stderr
     assert "superuser" not in ended.stderr

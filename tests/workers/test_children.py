@@ -115,7 +115,9 @@ def test_forks_hold_nothing_of_their_process(told, tmp_path: Path):
 @pytest.mark.parametrize("raises", [False, True], ids=["returns", "raises"])
 def test_fork_that_comes_back_from_a_models_code_ends(raises: bool):
     """It has one thread of a worker, and would wait for work that no other thread brings."""
-    ended = subprocess.run(command(RETURNS.format(raises=raises)), cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(
+        command(RETURNS.format(raises=raises)), cwd=ROOT, capture_output=True, text=True, timeout=180
+    )
     assert ended.stdout == "1\n"
 
 
@@ -136,7 +138,7 @@ def test_guard_ends_the_group_when_the_parent_is_gone(held_up: bool, tmp_path: P
             process.send_signal(signal.SIGSTOP)
         assert folder.exists()
         process.stdin.close()
-        assert process.wait(60) == -signal.SIGKILL
+        assert process.wait(180) == -signal.SIGKILL
         wait_until(lambda: not group_of(process.pid), 10, "the group is gone")
     assert not folder.exists()
 
@@ -150,6 +152,6 @@ def test_guard_keeps_the_folder_of_a_process_that_has_ended(tmp_path: Path):
         stdout=subprocess.PIPE,
         start_new_session=True,
     ) as process:
-        assert process.wait(60) == 0
+        assert process.wait(180) == 0
         wait_until(lambda: not group_of(process.pid), 10, "the group is gone")
         assert tmp_path.exists()

@@ -181,7 +181,7 @@ def test_a_blocking_claim_is_left_only_after_all_queues_were_seen_empty():
     assert len(harness.broker.armed) == 1
     assert harness.wanted() == {}
     harness.publish("b", 1)
-    assert [delivery.slot for delivery in harness.claimer.wait(60)] == ["b"]
+    assert [delivery.slot for delivery in harness.claimer.wait(60.0)] == ["b"]
     assert not harness.is_armed()
 
 
@@ -259,7 +259,7 @@ def test_after_a_broken_connection_a_blocking_claim_is_left_anew():
     assert not harness.is_armed()
     harness.claimer.arm()
     harness.publish("double", 1)
-    assert len(harness.claimer.wait(60)) == 1
+    assert len(harness.claimer.wait(60.0)) == 1
 
 
 def test_crash_points_surround_what_an_exchange_does():
@@ -341,7 +341,7 @@ def test_an_engine_without_a_free_seat_waits_for_urgent_jobs():
     assert harness.claimer.wait(0.0) == []
     assert (harness.wanted(), harness.claimer.widen()) == ({}, [])
     harness.publish("text", 1, priority=Priority.HIGH)
-    assert [delivery.priority for delivery in harness.claimer.wait(60)] == [Priority.HIGH]
+    assert [delivery.priority for delivery in harness.claimer.wait(60.0)] == [Priority.HIGH]
     assert not harness.is_armed()
 
 

@@ -273,13 +273,13 @@ def test_result_that_a_successor_has_given_is_not_replaced(start: StartDrain, mo
     def hold_up(point: str) -> None:
         if point == "before-commit" and not is_held.is_set():
             is_held.set()
-            may_go.wait(60)
+            may_go.wait(180)
 
     harness = start(hold_up)
     # As if the whole process were frozen, its leases lapse.
     harness.drain.leases.stop(1.0)
     (job_id,) = harness.publish(slot, 21)
-    assert is_held.wait(60)
+    assert is_held.wait(180)
     successor = start()
     header, answer = successor.result(job_id)
     assert (header.worker, header.attempt, answer) == (successor.drain.name, 2, 42)
@@ -597,7 +597,7 @@ class HeldForward:
         self.drain.start()
         wait_until(lambda: self.drain.is_at_rest, 30, "the blocking claim waits for jobs")
         jobs = self.publish(2 * held + 1)
-        assert self._is_held.wait(60)
+        assert self._is_held.wait(180)
         assert self.threads == ["drain"] * held
         assert self.drain.parts.claimer.is_armed is (held > 1)
         done = 2 * (held - 1)

@@ -423,7 +423,7 @@ def test_model_threads_are_added_while_it_runs():
     meeting = threading.Barrier(3)
 
     def resolve(rows: Array) -> Array:
-        meeting.wait(60)
+        meeting.wait(180)
         return rows
 
     ended = threading.Semaphore(0)
@@ -438,7 +438,7 @@ def test_model_threads_are_added_while_it_runs():
         for work in works:
             executor.submit(work, prepare_apart=False)
         for _ in works:
-            assert ended.acquire(timeout=60)
+            assert ended.acquire(timeout=180)
         assert executor.is_alive()
         assert {work.seat for work in works} == {1, 2, 3}
         assert not [work for work in works if isinstance(work.answers[0], Failure)]

@@ -241,7 +241,7 @@ import threading
 IS_INSIDE, GATE = threading.Event(), threading.Event()
 
 def wait():
-    IS_INSIDE.set(); GATE.wait(60)
+    IS_INSIDE.set(); GATE.wait(180)
 
 def build():
     def forward(inputs):
@@ -263,13 +263,13 @@ def test_a_time_out_names_the_line_at_which_the_model_hangs(models_root: Path):
     executor.start()
     try:
         executor.submit(run, prepare_apart=False)
-        assert package["IS_INSIDE"].wait(60)
+        assert package["IS_INSIDE"].wait(180)
         trace = executor.give_up(run)
     finally:
         package["GATE"].set()
         executor.stop()
     assert trace.where == "model.py, line 7, in wait"
-    assert "IS_INSIDE.set(); GATE.wait(60)" in trace.text
+    assert "IS_INSIDE.set(); GATE.wait(180)" in trace.text
     (given_up,) = executor.take_done()
     assert given_up.answers == [forward_timeout(LIMIT_S, trace.where, trace.text)]
     wait_until(lambda: run.answers, 60, "the forward ends")

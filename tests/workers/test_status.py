@@ -31,7 +31,7 @@ class SlowDepths(MemoryBroker):
     def depths(self, slot: str) -> list[Depth]:
         if self.is_slow.is_set():
             self.has_begun.set()
-            self.may_go.wait(60)
+            self.may_go.wait(180)
         return super().depths(slot)
 
 
@@ -45,7 +45,7 @@ def test_a_worker_that_has_stopped_is_not_reported_any_more(
     assert isinstance(broker, SlowDepths)
     broker.is_slow.set()
     worker.drain.start()
-    assert broker.has_begun.wait(60), "a report is under way"
+    assert broker.has_begun.wait(180), "a report is under way"
     stopping = threading.Thread(target=worker.drain.stop, args=(1.0,))
     stopping.start()
     wait_until(lambda: "drain" not in [each.name for each in threading.enumerate()], 10, "the drain has wound up")

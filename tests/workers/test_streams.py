@@ -16,7 +16,7 @@ from penstock.registry.tensors import Array
 from penstock.testing import Model
 from penstock.workers.runtime.base import DeadlinePassed, TooLongHere
 
-PATIENCE_S = 30.0
+PATIENCE_S = 180.0
 Ending = Callable[[Any], None]
 
 

@@ -46,7 +46,7 @@ def test_replayed_job_is_answered_under_its_id(home: Path, paused: Client):
     """A dead-lettered job is listed with the reason, shown with its header, replayed, run, and read by its client."""
     job, entry = _dead_letter(home, paused)
     with pytest.raises(DeadLettered, match="It killed three workers"):
-        job.result(timeout=60)
+        job.result(timeout=180)
     (letter,) = json.loads(penstock(home, "dead", "list", "--json").stdout)
     expected = ("double", entry, job.id, "default", "high", "it killed three workers", 1)
     fields = ("model", "entry", "job_id", "tenant", "priority", "reason", "deliveries")
@@ -62,7 +62,7 @@ def test_replayed_job_is_answered_under_its_id(home: Path, paused: Client):
     assert replayed == f"{entry}  replayed as {job.id}\n"
     assert penstock(home, "dead", "list").stdout == "No dead letters.\n"
     penstock(home, "queue", "resume", "double")
-    assert paused.job(job.id).result(timeout=60)["y"].tolist() == [[2, 4, 6, 8]]
+    assert paused.job(job.id).result(timeout=180)["y"].tolist() == [[2, 4, 6, 8]]
 
 
 def test_replay_of_all_names_what_stays(home: Path, paused: Client):

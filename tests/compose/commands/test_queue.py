@@ -32,7 +32,7 @@ def test_paused_model_accepts_and_waits(home: Path, paused: Client):
     assert "penstock queue resume double" in penstock(home, "doctor").stdout
     assert job.status() == "queued"
     assert penstock(home, "queue", "resume", "double").stdout == "double is resumed.\n"
-    assert job.result(timeout=60)["y"].tolist() == [[2, 4, 6, 8]]
+    assert job.result(timeout=180)["y"].tolist() == [[2, 4, 6, 8]]
 
 
 def test_purged_jobs_end_cancelled_for_their_client(home: Path, paused: Client):
@@ -43,7 +43,7 @@ def test_purged_jobs_end_cancelled_for_their_client(home: Path, paused: Client):
     assert json.loads(shown.stdout) == {"model": "double", "priority": "low", "withdrawn": 3}
     for job in low:
         with pytest.raises(Cancelled, match="An operator purged the queue"):
-            job.result(timeout=60)
+            job.result(timeout=180)
     assert high.status() == "queued"
     shown = penstock(home, "queue", "purge", "double", stdin="n\n")
     assert shown.exit_code == 1

@@ -75,7 +75,7 @@ def test_worker_command_serves_and_drains(shared_redis: RedisServer, tmp_path, s
             assert all(line.startswith("{") for line in start.splitlines()), start
             assert '"msg":"ready"' in start
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
+            assert process.wait(180) == 0
         finally:
             process.kill()
 
@@ -90,7 +90,7 @@ def test_worker_command_passes_a_refusal_on(shared_redis: RedisServer, tmp_path)
         "PENSTOCK_METRICS_PORT": "0",
     }
     command = [sys.executable, "-c", "from penstock.compose.cli import main; main()", "worker", "--models", "nonesuch"]
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=180, check=False)
     assert ended.returncode == EXIT_CONFIGURATION
     assert ended.stdout == ""
     (line,) = ended.stderr.splitlines()
@@ -111,7 +111,7 @@ def test_a_worker_without_a_package_ends_in_one_line(tmp_path):
         "PENSTOCK_REDIS_URL": f"unix://{tmp_path}/absent.sock",
     }
     ended = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=180, check=False
     )
     assert ended.returncode == EXIT_CONFIGURATION
     assert ended.stderr == (
@@ -129,7 +129,7 @@ def test_a_url_that_celery_cannot_use_ends_in_one_line(tmp_path):
         "PENSTOCK_CELERY_URL": "nonesuch://host",
     }
     command = [sys.executable, "-m", "penstock.workers", "-n", "cpu0@%h"]
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=180, check=False)
     assert ended.returncode == EXIT_CONFIGURATION
     (line,) = ended.stderr.splitlines()
     assert line.startswith("penstock: The URL in PENSTOCK_CELERY_URL has a scheme that Celery does not know")

@@ -177,7 +177,7 @@ def test_run_delivers_until_it_is_told_to_stop(
             wait_until(lambda: _counted(port, slot, "delivered") == 1, 30, "the delivery is counted")
             wait_until(lambda: _counted(port, slot, "failed") == 1, 30, "the failure is counted")
             deliverer.terminate()
-            assert deliverer.wait(30) == 0
+            assert deliverer.wait(180) == 0
         finally:
             if deliverer.is_running:
                 deliverer.kill()
@@ -190,7 +190,7 @@ def test_run_delivers_until_it_is_told_to_stop(
 
 def _counted(port: int, slot: str, outcome: str) -> float:
     """The tries of a model with this outcome, by /metrics."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=180) as answer:
         lines = answer.read().decode().splitlines()
     words = ("penstock_webhooks_total{", f'model_name="{slot}"', f'outcome="{outcome}"')
     return sum(float(line.rpartition(" ")[2]) for line in lines if all(word in line for word in words))

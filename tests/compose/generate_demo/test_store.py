@@ -106,14 +106,14 @@ def test_two_runs_at_a_time_make_one_model(tmp_path: Path):
 
     def slow(folder: Path) -> Result:
         has_begun.set()
-        assert may_end.wait(60)
+        assert may_end.wait(180)
         return make(folder)
 
     found = []
     runs = [threading.Thread(target=lambda: found.append(ready_writer(tmp_path, RECIPE, slow))) for _ in range(2)]
     for run in runs:
         run.start()
-    assert has_begun.wait(60)
+    assert has_begun.wait(180)
     may_end.set()
     wait_until(lambda: len(found) == 2, 60, "both have it")
     for run in runs:

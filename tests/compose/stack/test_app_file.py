@@ -73,6 +73,6 @@ def test_stack_of_a_file_answers(file: Path):
         stack = LocalStack(settings, [Device("cpu", 0)], environ=environ, with_flower=False)
         with stack, Client.from_env(settings=Settings.load(environ=own)) as client:
             job = client.submit("scaled", {"x": np.ones((2, 4), np.float32)})
-            assert job.result(timeout=60)["y"].tolist() == [[3.0] * 4] * 2
+            assert job.result(timeout=180)["y"].tolist() == [[3.0] * 4] * 2
             (package,) = DiskRepository.of(settings).initial_packages(settings)
             assert job.info().content_hash == package.manifest().content_hash

@@ -78,7 +78,7 @@ def client_of(home: Path) -> Client:
 
 def ask(client: Client, value: float) -> float:
     x = np.full((1, 4), value, np.float32)
-    return float(client.submit("double", {"x": x}).result(timeout=60)["y"][0, 0])
+    return float(client.submit("double", {"x": x}).result(timeout=180)["y"][0, 0])
 
 
 def processes_of(home: Path) -> set[int]:
@@ -104,7 +104,7 @@ def status_of(url: str, login: str = "") -> int:
     headers = {"Authorization": f"Basic {b64encode(login.encode()).decode()}"} if login else {}
     try:
         request = urllib.request.Request(url, headers=headers)  # noqa: S310 - Flower's own address
-        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310 - as above
+        with urllib.request.urlopen(request, timeout=180) as answer:  # noqa: S310 - as above
             return int(answer.status)
     except urllib.error.HTTPError as refusal:
         return refusal.code
@@ -153,19 +153,19 @@ def test_the_program_that_up_prints_runs_as_it_stands(home, tmp_path):
         assert early.poll() is None
         assert not is_ready(home)
         gate.touch()
-        assert early.wait(60) == 0
+        assert early.wait(180) == 0
         assert up.stdout is not None
         printed = [*iter(up.stdout.readline, "Ctrl-C stops everything. Waiting jobs are kept.\n")]
         (python,) = (number for number, line in enumerate(printed) if line.startswith("From Python"))
         (shell,) = (number for number, line in enumerate(printed) if line.startswith("From a shell"))
         program = start(sys.executable, "-c", "".join(printed[python + 1 : shell]))
-        answer, errors = program.communicate(timeout=60)
+        answer, errors = program.communicate(timeout=180)
         assert "array([[4.5, 4.5, 4.5, 4.5]], dtype=float32)" in answer, errors
         require(shutil.which("curl"), "curl")
-        answer, errors = start("sh", "-c", "".join(printed[shell + 1 :])).communicate(timeout=60)
+        answer, errors = start("sh", "-c", "".join(printed[shell + 1 :])).communicate(timeout=180)
         assert json.loads(answer)["outputs"]["y"]["data"] == [[4.5, 4.5, 4.5, 4.5]], errors
         up.send_signal(signal.SIGINT)
-        assert up.wait(60) == 0
+        assert up.wait(180) == 0
 
 
 def test_flower_requires_the_password(home, models):
@@ -217,7 +217,7 @@ def predicted(gateway_url: str) -> list[list[float]]:
     body = json.dumps({"inputs": {"x": [[1.0] * 4]}}).encode()
     url = f"{gateway_url}/v1/models/double:predict"
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})  # noqa: S310 - our own address
-    with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310 - as above
+    with urllib.request.urlopen(request, timeout=180) as answer:  # noqa: S310 - as above
         return list(json.loads(answer.read())["outputs"]["y"]["data"])
 
 
@@ -250,7 +250,7 @@ def test_a_killed_redis_comes_back_with_its_jobs(home, models):
     """After kill -9 the embedded Redis is started again with its data, and the worker continues."""
     with stack(home, models) as running, client_of(home) as client:
         job = client.submit("double", {"x": np.ones((1, 4), np.float32)})
-        job.result(timeout=60)
+        job.result(timeout=180)
         with redis.Redis.from_url(running.running.redis_url) as broker:
             # While a sync of the disk goes on, Redis keeps what it writes for up to two seconds.
             wait_until(lambda: broker.info("persistence")["aof_buffer_length"] == 0, 60, "the file is written")
@@ -276,7 +276,7 @@ def test_stopped_jobs_wait_for_the_next_stack(home, models):
         waiting = client.submit("double", {"x": np.full((1, 4), 5, np.float32)}).id
         os.kill(running.pids()["cpu0"], signal.SIGKILL)
     with stack(home, models), client_of(home) as client:
-        assert client.job(waiting).result(timeout=30)["y"][0, 0] == 10.0
+        assert client.job(waiting).result(timeout=180)["y"][0, 0] == 10.0
 
 
 def test_second_stack_on_the_home_is_refused(home, models):
@@ -344,7 +344,7 @@ def test_penstock_up_leaves_no_process(home, models, number):
         # Redis, a worker, Flower and the gateway.
         assert len(started) == 4
         process.send_signal(number)
-        status = process.wait(60)
+        status = process.wait(180)
         wait_until(lambda: not processes_of(home), 30, "no process is left")
         assert status == {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 0}[number]
         assert process.stderr is not None

@@ -305,7 +305,7 @@ def test_worker_shuts_down_when_its_supervisor_is_gone():
         os.close(writing)
         assert os.read(reading, 1) == b"\n"
         os.close(reading)
-        assert worker.wait(60) == -signal.SIGTERM
+        assert worker.wait(180) == -signal.SIGTERM
 
 
 def test_children_outlive_the_thread_that_asked_for_them(supervise, tmp_path):

@@ -261,7 +261,7 @@ def test_pipe_gets_one_line_per_interval(environ: dict[str, str], as_json: bool)
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(3)]
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        assert process.wait(180) == 0
     if as_json:
         assert all(json.loads(each)["interval_s"] >= 0.2 for each in lines)
     else:
@@ -282,7 +282,7 @@ def test_lines_continue_after_an_outage(redis_server: RedisServer, tmp_path: Pat
         redis_server.start()
         assert "jobs/s" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        assert process.wait(180) == 0
 
 
 class _Terminal:
@@ -342,7 +342,7 @@ def test_screen_ends_cleanly(environ: dict[str, str], slot: str, end: bytes | si
             terminal.press(end)
         else:
             terminal.process.send_signal(end)
-        status = terminal.process.wait(60)
+        status = terminal.process.wait(180)
         wait_until(lambda: terminal.shows(_LEAVE), 5, "the other screen is left")
         assert status == (128 + signal.SIGTERM if end is signal.SIGTERM else 0)
         assert termios.tcgetattr(terminal.slave) == terminal.mode
@@ -359,7 +359,7 @@ def test_the_screen_follows_the_size_of_the_terminal(environ: dict[str, str], sl
         wait_until(lambda: terminal.shows(b"") and len(terminal.output) > drawn, 5, "it is drawn again")
         wait_until(lambda: _widest(terminal) <= 40, 5, "it is as wide as the terminal")
         terminal.press(b"q")
-        assert terminal.process.wait(60) == 0
+        assert terminal.process.wait(180) == 0
 
 
 def _widest(terminal: _Terminal) -> int:

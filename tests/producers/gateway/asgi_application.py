@@ -39,7 +39,7 @@ async def double(row: list[float], double: Annotated[Model, Depends(model("doubl
 async def nap(row: list[float], napper: Annotated[Model, Depends(model("napper", "1"))]) -> str:
     """The id of a job that takes 0.3 s, once it has ended."""
     job = await napper.submit({"x": [row]})
-    await job.result(60)
+    await job.result(180)
     return job.id
 
 

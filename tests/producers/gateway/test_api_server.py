@@ -17,7 +17,7 @@ from penstock.registry.settings import Settings
 from tests.producers.gateway.conftest import GatewayStack
 from tests.servers import wait_until
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 TEXTS = ["abcd", "bcde"]
 
 

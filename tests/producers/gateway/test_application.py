@@ -115,7 +115,7 @@ def test_a_silence_is_filled_with_comments(stack: GatewayStack):
                 await gateway(scope, receive, send)
             await gateway.aclose()
             for each in (*blocking, job):
-                await each.result(60)
+                await each.result(180)
             return parts
 
     parts = asyncio.run(follow())
@@ -242,8 +242,8 @@ def test_clients_that_go_leave_nothing_behind(stack: GatewayStack):
             assert not jobs._cancelling
             assert {await client.job(each).status() for each in submitted} == {"cancelled"}
             stack.worker.thaw()
-            await first.result(60)
-            await job.result(60)
+            await first.result(180)
+            await job.result(180)
         await gateway.aclose()
 
     stack.worker.freeze()

@@ -73,7 +73,7 @@ def test_an_application_stops_while_a_stream_of_its_mounted_gateway_is_open(stac
                     assert next(lines).startswith("retry:")
                     process.terminate()
                     assert any(line.startswith("retry:") for line in lines)
-            process.wait(60)
+            process.wait(180)
             assert "Application shutdown complete" in process.tail()
         finally:
             stack.worker.thaw()
@@ -174,7 +174,7 @@ def test_a_job_that_takes_too_long_is_cancelled(stack: GatewayStack, monkeypatch
             await napper.predict({"x": [[9, 7, 7, 7]]}, timeout_s=0.01)
         (late,) = ids() - before
         for job in jobs:
-            await job.result(60)
+            await job.result(180)
         await close_client()
         await close_client()
         return late

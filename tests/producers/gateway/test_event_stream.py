@@ -99,7 +99,7 @@ def test_a_gateway_that_stops_ends_its_streams(stack: GatewayStack, start_gatewa
                 lines += [next(received) for _ in range(6)]
                 gateway.terminate()
                 lines += received
-            assert gateway.wait(30) == 0
+            assert gateway.wait(180) == 0
         finally:
             stack.worker.thaw()
         assert [line for line in lines if line][-1].startswith("retry: ")
@@ -124,7 +124,7 @@ def test_requests_that_wait_are_answered_before_a_gateway_stops(stack: GatewaySt
         wait_until(lambda: len(set(redis.scan_iter("{napper}:job:*"))) > before, 30, "the job is accepted")
     gateway.terminate()
     thread.join()
-    assert gateway.wait(30) == 0
+    assert gateway.wait(180) == 0
     assert found[0].status_code == 200
 
 

@@ -51,7 +51,7 @@ class Desk(NamedTuple):
     @contextmanager
     def asked(self, path: str, document: Any, **headers: str) -> Iterator[None]:
         """A POST that waits inside the block for an answer, which it never gets. Its key keeps the job."""
-        with httpx.Client(base_url=self.gateway.url, headers=self.headers | headers, timeout=60) as client:
+        with httpx.Client(base_url=self.gateway.url, headers=self.headers | headers, timeout=180) as client:
             request = client.build_request("POST", path, json=document)
             url = httpx.URL(self.gateway.url)
             lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in request.headers.items())]

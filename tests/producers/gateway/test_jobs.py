@@ -65,7 +65,7 @@ def test_a_job_of_the_gateway_is_a_job_of_python(stack: GatewayStack, http: http
     """One id behind both: submitted here, read there, and the other way around."""
     with Client(stack.server.url) as client:
         here = http.post("/v1/jobs", json=job()).json()["id"]
-        assert client.job(here).result(60)["y"].tolist() == [TWICE]
+        assert client.job(here).result(180)["y"].tolist() == [TWICE]
         there = client.submit("double", {"x": [ROW]})
         assert http.get(f"/v1/jobs/{there.id}?wait=60").json()["outputs"]["y"]["data"] == [TWICE]
 
@@ -155,7 +155,7 @@ def test_a_waiting_job_is_cancelled(stack: GatewayStack, http: httpx.Client):
         assert shown["status"] == "cancelled"
         assert shown["error"]["code"] == "cancelled"
         for each in running:
-            each.result(60)
+            each.result(180)
         assert http.delete(f"/v1/jobs/{running[0].id}").json()["status"] == "too_late"
 
 

@@ -39,7 +39,7 @@ class Registry:
     def read(self, revision: int) -> list[ApiKey]:
         """The changes after a revision."""
         self.asked.append(revision)
-        self.gate.wait(30)
+        self.gate.wait(180)
         if self.error is not None:
             raise self.error
         found = [key for key in self.keys if key.revision > revision]

@@ -49,7 +49,7 @@ def test_versions_are_loaded_and_unloaded(stack: GatewayStack, start_gateway: St
         assert loaded() == ["1", "2"]
         wait_until(knows_spec, 60, "the worker has published the spec of the new version")
         row = [1.0, 2.0, 3.0, 4.0]
-        assert client.submit("double", {"x": [row]}, version="2").result(60)["y"].tolist() == [[3.0, 6.0, 9.0, 12.0]]
+        assert client.submit("double", {"x": [row]}, version="2").result(180)["y"].tolist() == [[3.0, 6.0, 9.0, 12.0]]
         assert post(http, "load", name="double").json()["loaded"] is True
         found = post(http, "unload", name="double", version="2")
         assert (found.status_code, found.json()) == (200, {"unloaded": True})

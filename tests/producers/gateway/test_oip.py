@@ -245,7 +245,7 @@ def test_timeout_bounds_the_wait_in_the_queue(stack: GatewayStack, http: httpx.C
         assert found.status_code == 504
         assert client.job(found.headers["penstock-job-id"]).status() == "expired"
         for each in running:
-            each.result(60)
+            each.result(180)
     assert http.post(INFER, json={**request, "parameters": {"timeout": 0}}).status_code == 200
 
 

@@ -111,7 +111,7 @@ def test_a_key_names_the_same_job_in_every_protocol(stack: GatewayStack, http: h
         assert (last["job_id"], last["type"], last["outputs"]["y"]["data"]) == (job_id, "completed", [TWICE])
     assert [each["seq"] for each in streamed] == [seq for seq, _, _ in followed]
     with Client(stack.server.url) as client:
-        assert client.job(job_id).result(60)["y"].tolist() == [TWICE]
+        assert client.job(job_id).result(180)["y"].tolist() == [TWICE]
 
 
 @pytest.mark.parametrize("by", ["python", "rest", "websocket"])

@@ -46,7 +46,7 @@ def test_more_streams_than_may_be_open_are_refused(stack: GatewayStack, start_ga
                     await asyncio.sleep(0.05)
 
     async def client(location: str) -> None:
-        async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=180) as http:
             await run(http, location)
 
     stack.worker.freeze()  # the job cannot end before the test does
@@ -82,7 +82,7 @@ def test_a_stream_of_text_without_a_place_has_no_job(
     async def run() -> httpx.Response:
         async with (
             connect(f"{gateway.url.replace('http', 'ws')}/predict/stream"),
-            httpx.AsyncClient(base_url=gateway.url, timeout=60) as http,
+            httpx.AsyncClient(base_url=gateway.url, timeout=180) as http,
         ):
             assert (await http.post(path, json=wish)).status_code == 200
             before = jobs()

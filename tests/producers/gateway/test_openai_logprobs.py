@@ -135,7 +135,7 @@ def test_calls_of_tools_have_logprobs(openai: Any):
 def test_without_the_tokenizer_they_are_refused(stack: GatewayStack, site: Site):
     """422 that says why; the same request without them is answered."""
     body = {"model": "writer", "prompt": PROMPT, "max_tokens": 4}
-    refused = httpx.post(f"{stack.gateway.url}/v1/completions", json={**body, "logprobs": 1}, timeout=60)
+    refused = httpx.post(f"{stack.gateway.url}/v1/completions", json={**body, "logprobs": 1}, timeout=180)
     assert refused.status_code == 422
     assert "the tokenizer of writer is not here" in refused.json()["error"]["message"]
-    assert httpx.post(f"{stack.gateway.url}/v1/completions", json=body, timeout=60).status_code == 200
+    assert httpx.post(f"{stack.gateway.url}/v1/completions", json=body, timeout=180).status_code == 200

@@ -227,7 +227,7 @@ def test_a_failed_response_says_why(openai: Any):
 def test_a_client_that_goes_takes_its_response_along(site: Site):
     """Without `background`."""
     body = {**WISH, "max_output_tokens": 200, "ignore_eos": True, "stream": True}
-    with httpx.Client(base_url=site.gateway.url, timeout=60) as http:
+    with httpx.Client(base_url=site.gateway.url, timeout=180) as http:
         with http.stream("POST", "/v1/responses", json=body) as answer:
             assert next(answer.iter_lines()) == "event: response.created"
             job_id = answer.headers["penstock-job-id"]
@@ -238,7 +238,9 @@ def test_a_repeated_key_is_the_same_response(site: Site):
     """As on every route."""
     body = {**WISH, "background": True}
     answers = [
-        httpx.post(f"{site.gateway.url}/v1/responses", json=body, headers={"Idempotency-Key": "response-1"}, timeout=60)
+        httpx.post(
+            f"{site.gateway.url}/v1/responses", json=body, headers={"Idempotency-Key": "response-1"}, timeout=180
+        )
         for _ in range(2)
     ]
     assert len({answer.json()["id"] for answer in answers}) == 1
@@ -269,7 +271,7 @@ def test_a_repeated_key_is_the_same_response(site: Site):
 )
 def test_bad_requests_are_refused(site: Site, fields: dict[str, Any], status: int, expected: str):
     """In OpenAI's shape, with what was expected."""
-    answer = httpx.post(f"{site.gateway.url}/v1/responses", json={**WISH, **fields}, timeout=60)
+    answer = httpx.post(f"{site.gateway.url}/v1/responses", json={**WISH, **fields}, timeout=180)
     assert answer.status_code == status, answer.text
     assert expected in answer.json()["error"]["message"]
 
@@ -292,7 +294,7 @@ def test_a_job_of_another_form_is_no_response(site: Site, wishes: dict[str, Any]
     """One with some of its outputs only, and one with several texts: 404, and no event but the error in a stream."""
     params = {"max_tokens": 4, **wishes.get("options", {})}
     job = {"model": "writer", "inputs": {"prompt": ["a"], "sampling_params": [json.dumps(params)]}}
-    with httpx.Client(base_url=site.gateway.url, timeout=60) as http:
+    with httpx.Client(base_url=site.gateway.url, timeout=180) as http:
         document = {**job, **({"outputs": wishes["outputs"]} if "outputs" in wishes else {})}
         made = http.post("/v1/jobs", json=document, headers={"Prefer": "wait=60"})
         assert made.status_code == 200, made.text

@@ -87,7 +87,7 @@ def test_stream_is_the_whole_text(openai: Any, site: Site):
 def test_stream_options_may_be_null(site: Site, wish: Any):
     """Null is the same as a missing field: programs write the fields that they do not use as null."""
     body = {"model": "writer", "prompt": "a", "max_tokens": 2, "stream": True, "stream_options": wish}
-    answer = httpx.post(f"{site.gateway.url}/v1/completions", json=body, timeout=60)
+    answer = httpx.post(f"{site.gateway.url}/v1/completions", json=body, timeout=180)
     assert answer.status_code == 200, answer.text
     lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert lines.pop() == "[DONE]"
@@ -98,7 +98,7 @@ def test_a_text_that_fails_takes_those_beside_it_along(site: Site, stack: Gatewa
     """The request has failed, so that no client gets them: they are cancelled, and do not keep the engine."""
     prompts = ["日本" * 200, *(f"{number}" for number in range(60))]
     body = {"model": "writer", "prompt": prompts, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
-    with stack.server.client() as redis, httpx.Client(base_url=site.gateway.url, timeout=60) as http:
+    with stack.server.client() as redis, httpx.Client(base_url=site.gateway.url, timeout=180) as http:
         before = {*redis.scan_iter("{writer}:job:*")}
         answer = http.post("/v1/completions", json=body)
         assert answer.status_code == 422, answer.text
@@ -153,7 +153,7 @@ def test_job_is_the_same_in_every_protocol(site: Site):
     body = {"model": "writer", "prompt": "a", "max_tokens": 4}
     with httpx.Client(base_url=site.gateway.url) as http:
         answers = [
-            http.post("/v1/completions", json=body, headers={"Idempotency-Key": "texts-1"}, timeout=60)
+            http.post("/v1/completions", json=body, headers={"Idempotency-Key": "texts-1"}, timeout=180)
             for _ in range(2)
         ]
         job_id = answers[0].headers["penstock-job-id"]
@@ -195,7 +195,7 @@ def test_bad_requests_are_refused(site: Site, fields: dict[str, Any], expected: 
     """422 in OpenAI's shape, with what was expected; also of a stream."""
     for stream in (False, True):
         body = {"model": "writer", "stream": stream, **fields}
-        answer = httpx.post(f"{site.gateway.url}/v1/completions", json=body, timeout=60)
+        answer = httpx.post(f"{site.gateway.url}/v1/completions", json=body, timeout=180)
         assert answer.status_code == 422, answer.text
         assert expected in answer.json()["error"]["message"]
 
@@ -342,6 +342,6 @@ def test_json_of_a_schema(openai: Any):
 def test_bad_chats_are_refused(site: Site, fields: dict[str, Any], expected: str):
     """422 in OpenAI's shape, with what was expected."""
     body = {"model": "writer", "messages": MESSAGES, **fields}
-    answer = httpx.post(f"{site.gateway.url}/v1/chat/completions", json=body, timeout=60)
+    answer = httpx.post(f"{site.gateway.url}/v1/chat/completions", json=body, timeout=180)
     assert answer.status_code == 422, answer.text
     assert expected in answer.json()["error"]["message"]

@@ -61,7 +61,7 @@ def test_outputs_are_those_of_the_python_client(stack: GatewayStack, http: httpx
     """IN-033: the same inputs give the same bits through both."""
     rows = np.random.default_rng(0).standard_normal((3, 4), np.float32)
     with Client(stack.server.url) as client:
-        direct = client.submit("double", {"x": rows}).result(60)["y"]
+        direct = client.submit("double", {"x": rows}).result(180)["y"]
     found = http.post(PREDICT, json={"inputs": {"x": rows.tolist()}}).json()["outputs"]["y"]
     assert np.array(found["data"], np.float32).tobytes() == direct.tobytes()
 
@@ -231,7 +231,7 @@ def test_a_job_that_may_not_start_in_time_is_504(stack: GatewayStack, http: http
         assert found.status_code == 504
         assert found.json()["detail"].startswith("The deadline passed before the job ran")
         for job in running:
-            job.result(60)
+            job.result(180)
         assert client.job(found.headers["penstock-job-id"]).status() == "expired"
 
 
@@ -260,7 +260,7 @@ def test_a_job_that_takes_too_long_is_504(stack: GatewayStack, start_gateway: St
         finally:
             stack.worker.thaw()
         for job in running:
-            job.result(60)
+            job.result(180)
 
 
 def test_the_job_of_a_closed_connection_is_cancelled(stack: GatewayStack):
@@ -276,7 +276,7 @@ def test_the_job_of_a_closed_connection_is_cancelled(stack: GatewayStack):
         assert len(new) == 2
         wait_until(lambda: [client.job(each).status() for each in new].count("cancelled") == 1, 20, "one is cancelled")
         for job in running:
-            job.result(60)
+            job.result(180)
         ended = [_ended(client, each) for each in new]
         assert sorted(ended) == ["cancelled", "completed"]
 

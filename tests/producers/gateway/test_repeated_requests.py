@@ -61,7 +61,7 @@ def test_equal_inputs_in_two_places_are_two_jobs(stack: GatewayStack, http: http
     jobs = send(http, BATCH, many(5, 5), "places").json()["jobs"]
     assert jobs[0]["id"] != jobs[1]["id"]
     with Client(stack.server.url) as client:
-        assert [client.job(each["id"]).result(60)["y"][0, 0] for each in jobs] == [10, 10]
+        assert [client.job(each["id"]).result(180)["y"][0, 0] for each in jobs] == [10, 10]
 
 
 def test_another_input_in_a_place_is_refused_for_that_place(http: httpx.Client):

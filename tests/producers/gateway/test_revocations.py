@@ -28,7 +28,7 @@ from tests.producers.gateway.texts import Site
 from tests.servers import wait_until
 
 NAP: dict[str, Any] = {"model": "napper", "inputs": {"x": [[8, 4, 4, 4]]}}
-PATIENCE_S = 60
+PATIENCE_S = 180.0
 
 
 @pytest.fixture

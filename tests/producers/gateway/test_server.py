@@ -125,7 +125,7 @@ def test_requests_beyond_the_grace_are_cut_off(stack: GatewayStack, start_gatewa
             wait_until(lambda: _jobs(stack) > before, 30, "the job is accepted")
             (job_id,) = _jobs(stack) - before
             gateway.terminate()
-            gateway.wait(30)
+            gateway.wait(180)
         assert client.job(job_id).status() == "cancelled"
 
 
@@ -260,7 +260,7 @@ def test_a_unix_socket(stack: GatewayStack, tmp_path: Path):
             with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://gateway") as http:
                 assert http.post(PREDICT, json={"inputs": {"x": [ROW]}}).status_code == 200
             getattr(gateway, end)()
-            gateway.wait(30)
+            gateway.wait(180)
         finally:
             gateway.stop()
     assert not path.exists()
@@ -308,7 +308,7 @@ def test_the_servers_of_the_documents(stack: GatewayStack, tmp_path: Path, comma
         with gateway.client() as http:
             assert http.post(PREDICT, json={"inputs": {"x": [ROW]}}).status_code == 200
         gateway.terminate()
-        gateway.wait(30)
+        gateway.wait(180)
     finally:
         gateway.stop()
 
@@ -332,7 +332,7 @@ def test_gunicorn_sums_its_processes(stack: GatewayStack, tmp_path: Path):
         assert sum(float(line.split()[-1]) for line in lines if ":predict" in line and "requests_total" in line) == 20
         # Its children outlive a killed parent.
         gateway.terminate()
-        gateway.wait(30)
+        gateway.wait(180)
     finally:
         gateway.stop()
 
@@ -352,7 +352,7 @@ def test_a_port_in_use_is_one_line(stack: GatewayStack, tmp_path: Path):
     port = stack.gateway.url.rpartition(":")[2]
     gateway = GatewayProcess(stack.server, tmp_path / "second")
     gateway.launch(sys.executable, "-m", "penstock", "serve", "--port", port)
-    assert gateway.wait(30) == 78
+    assert gateway.wait(180) == 78
     assert f"The gateway cannot listen on 127.0.0.1:{port}" in gateway.tail()
 
 

@@ -104,7 +104,7 @@ def test_an_exposed_gateway_checks_the_names_that_it_is_told(start_gateway: Star
             *every, PENSTOCK_INFERENCE_SERVER_API_KEYS="off", PENSTOCK_INFERENCE_SERVER_ALLOWED_HOSTS=names
         )
         url = gateway.url.replace("0.0.0.0", "127.0.0.1")  # noqa: S104 - as above
-        with httpx.Client(base_url=url, timeout=60) as http:
+        with httpx.Client(base_url=url, timeout=180) as http:
             assert predict(http, Host="evil.example") == status
             assert predict(http, Host="models.example") == 200
             assert predict(http) == 200

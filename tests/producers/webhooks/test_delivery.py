@@ -239,7 +239,7 @@ def test_hanging_receiver_does_not_stop_the_others(office: Office, receiver: Rec
 
         def wait() -> None:
             for _ in range(2):
-                assert begun.acquire(timeout=60)
+                assert begun.acquire(timeout=180)
 
         office.turns(limits=DelivererLimits(per_host=2, in_flight=64), timeout_s=3, meanwhile=wait)
         assert len(hanging.calls) == 2
@@ -258,7 +258,7 @@ def test_slow_receiver_is_waited_for(office: Office):
     answering = threading.Event()
 
     def late(call: object) -> Reply:
-        assert answering.wait(60)
+        assert answering.wait(180)
         return Reply(200)
 
     with Receiver(late) as receiver:
@@ -369,7 +369,7 @@ def test_stop_lets_a_try_end(office: Office):
 
     def late(call: object) -> Reply:
         begun.set()
-        assert answering.wait(60)
+        assert answering.wait(180)
         return Reply(200)
 
     async def run(receiver: Receiver) -> None:

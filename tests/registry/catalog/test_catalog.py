@@ -593,7 +593,7 @@ def test_two_rollbacks_at_once_go_back_one_version(catalog: Catalog):
 
 def _at_once(calls: list[Callable[[], RegisteredVersion]]) -> list[RegisteredVersion]:
     with ThreadPoolExecutor(len(calls)) as threads:
-        return [future.result(60) for future in [threads.submit(call) for call in calls]]
+        return [future.result(180) for future in [threads.submit(call) for call in calls]]
 
 
 def test_registrations_at_once_all_succeed(catalog: Catalog):

@@ -37,7 +37,7 @@ def test_cache_stays_in_memory(
         try:
             worker.start()
             with Client(shared_redis.url) as client:
-                answers = [client.submit(slot, {"x": X}).result(60)["y"].tolist() for _ in range(2)]
+                answers = [client.submit(slot, {"x": X}).result(180)["y"].tolist() for _ in range(2)]
                 wait_until(lambda: "penstock_cache_hits_total{" in str(probe(worker, "/metrics")), 30, "a hit")
         finally:
             worker.stop()

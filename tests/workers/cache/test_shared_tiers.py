@@ -374,7 +374,7 @@ def test_threads_read_and_write_and_end_with_the_drain(models_root: Path):
     job = job_of(7)
     job.digest = b"d" * 16
     shared.ask(version, [job])
-    assert rung.wait(30)
+    assert rung.wait(180)
     ((_, jobs, answers),) = wait_until(shared.take_answered, 30, "the question is answered")
     assert (jobs, answers) == ([job], [None])
     shared.keep([(job, _encoded())], version.content_hash, EXACT, 60.0)

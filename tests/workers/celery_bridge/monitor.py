@@ -49,7 +49,7 @@ def monitoring(app: Celery) -> Iterator[Monitor]:
 
     thread = threading.Thread(target=watch)
     thread.start()
-    assert is_open.wait(60)
+    assert is_open.wait(180)
     try:
         yield monitor
     finally:

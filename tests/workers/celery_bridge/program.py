@@ -90,7 +90,7 @@ class Program:
 
     def _execute(self, app: Celery, queue: str, request_class: type[Request]) -> Any:
         with app.connection_for_read() as connection, connection.SimpleQueue(queue) as waiting:
-            message = waiting.get(timeout=60)
+            message = waiting.get(timeout=180)
             task = app.tasks[message.headers["task"]]
             request = request_class(message, app=app, task=task, hostname=HOST)
             message.ack()

@@ -266,7 +266,7 @@ def test_a_message_leaves_the_events_exchange_for_its_own_routing_key(app: Celer
         ):
             listener.received([job()], 1000.0)
             while not seen:
-                connection.drain_events(timeout=60)
+                connection.drain_events(timeout=180)
     headers, events = seen[0]
     assert headers["hostname"] == HOST
     assert [event["type"] for event in events] == ["task-received"]

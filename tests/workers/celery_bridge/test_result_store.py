@@ -355,7 +355,7 @@ def test_a_stored_result_is_what_get_returns(app: Celery):
     store.revoked("t-revoked", "cancelled", None)
 
     def outcome(task_id: str) -> object:
-        return app.AsyncResult(task_id).get(timeout=60, propagate=False)
+        return app.AsyncResult(task_id).get(timeout=180, propagate=False)
 
     assert outcome("t-done") == {"outputs": {"y": [[1.0]]}}
     failure = outcome("t-failed")
@@ -371,7 +371,7 @@ def test_a_result_goes_to_the_queue_of_an_rpc_client(shared_redis: RedisServer, 
     request = {"id": "t-rpc", "reply_to": f"{slot}-replies", "correlation_id": "t-rpc"}
     CeleryResultStore(app).succeeded("t-rpc", {"outputs": {}}, request)
     with app.connection_for_read() as connection, connection.SimpleQueue(f"{slot}-replies") as replies:
-        reply = replies.get(timeout=60)
+        reply = replies.get(timeout=180)
         reply.ack()
     assert (reply.payload["task_id"], reply.payload["result"]) == ("t-rpc", {"outputs": {}})
     assert reply.properties["correlation_id"] == "t-rpc"

@@ -220,7 +220,7 @@ def test_of_workers_that_need_the_same_one_makes_it(tmp_path: Path, store: Artif
     with store.alone("one", lambda: False):
         thread = threading.Thread(target=look)
         thread.start()
-        assert waits.wait(60)
+        assert waits.wait(180)
         store.store("one", PARTS)
     thread.join(60)
     assert found == [PARTS]

@@ -92,7 +92,7 @@ def _answers(stack: Stack) -> np.ndarray[Any, Any]:
     """The same jobs each time, one after the other: for a row alone the compiled form is more than twice as fast."""
     numbers = np.random.default_rng(11).standard_normal((JOBS, 1, 16)).astype(np.float32)
     with Client.from_env(settings=Settings.load(environ={"PENSTOCK_HOME": str(stack.home)})) as client:
-        return np.concatenate([client.submit("module", {"x": rows}).result(timeout=30)["y"] for rows in numbers])
+        return np.concatenate([client.submit("module", {"x": rows}).result(timeout=180)["y"] for rows in numbers])
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from tests.servers import ROOT
 from tests.workers.generation.engines import write_model
 
 SCRIPT = ROOT / "scripts" / "chat.py"
-PATIENCE_S = 120
+PATIENCE_S = 180.0
 STOPS = ["</s>", "\n\nYou:"]
 
 

@@ -29,7 +29,7 @@ from tests.workers.generation.engines import (
 from tests.workers.generation.test_structure import model_for
 
 POISON = 96
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 EXHAUSTED: list[Callable[[], BaseException]] = [
     lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
     lambda: MemoryError(),

@@ -18,7 +18,7 @@ from penstock.workers.generation.runner import EngineRunner
 from tests.servers import wait_until
 from tests.workers.generation.engines import byte_tokenizer, open_engine, write_model
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 STEPS = 20
 LARGE = 3_000
 

@@ -16,7 +16,7 @@ from tests.servers import wait_until
 from tests.workers.generation.architectures import decoder
 from tests.workers.generation.engines import engine_with_pages, prompts_of
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 PAGES = 20
 PARAMS = SamplingParams(temperature=0, max_tokens=17)
 """With a prompt of 16 tokens, four pages of 8: the last token is never computed."""

@@ -20,7 +20,7 @@ from tests.servers import wait_until
 from tests.workers.generation.architectures import decoder
 from tests.workers.generation.engines import GREEDY, open_engine, prompts_of
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 
 @pytest.fixture

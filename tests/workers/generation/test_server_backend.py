@@ -25,7 +25,7 @@ from penstock.workers.generation.tool_calls import ToolCall
 from tests.servers import wait_until
 from tests.workers.generation.text_servers import Reply, TextServer, chat_event, event, usage
 
-PATIENCE_S = 30.0
+PATIENCE_S = 180.0
 DONE = "[DONE]"
 PARAMS = SamplingParams(max_tokens=8, temperature=0.5, seed=3)
 HELLO = [event("hel"), event("lo", "stop"), usage(2, 5, 1), DONE]

@@ -616,7 +616,7 @@ def test_step_that_raises_ends_neither_the_thread_nor_an_answer(
     monkeypatch.setattr("penstock.workers.levels.attached.readiness", broken)
     harness.optimizer.start()
     answer = harness.optimizer.ask("rotation", "optimise")
-    assert answer.result(60) == "rotation/1: it failed: MemoryError"
+    assert answer.result(180) == "rotation/1: it failed: MemoryError"
     monkeypatch.undo()
     wait_until(lambda: harness.runtime.forms.name == "bf16", 10, "the form to be used")
     harness.optimizer.stop()

@@ -45,7 +45,7 @@ def get(probe: Probe, path: str, **headers: str) -> tuple[int, str, str]:
     """(status, content type, body)."""
     request = urllib.request.Request(f"http://127.0.0.1:{probe.port}{path}", headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310 - ours
+        with urllib.request.urlopen(request, timeout=180) as answer:  # noqa: S310 - ours
             return answer.status, answer.headers["Content-Type"], answer.read().decode()
     except urllib.error.HTTPError as error:
         with error:

@@ -109,7 +109,7 @@ def test_standard_streams_are_put_back_and_told_once(closes: str, streams: list[
         [sys.executable, "-c", RESTORED.format(closes=closes)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         cwd=ROOT,
         input="",
         check=False,
@@ -136,7 +136,7 @@ def test_a_redirected_stream_is_left_alone():
         "os.write(1, b'redirected')\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=180, cwd=ROOT, check=True
     )
     assert (ended.stdout, ended.stderr) == ("", "")
 

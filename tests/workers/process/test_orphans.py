@@ -77,7 +77,7 @@ def test_start_ends_a_worker_whose_supervisor_is_gone(start: Start, tmp_path: Pa
             pin("cpu", 0, tmp_path, {})
         supervisor.kill()
     assert pin("cpu", 0, tmp_path, {}).name == "cpu0"
-    assert worker.wait(60) != 0
+    assert worker.wait(180) != 0
 
 
 @pytest.mark.parametrize("kind", ["worker", "forks"])

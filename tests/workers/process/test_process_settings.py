@@ -77,7 +77,7 @@ def test_every_key_walks_from_the_constructor_to_its_default(tmp_path: Path):
         input=json.dumps(constructor),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

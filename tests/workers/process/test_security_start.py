@@ -36,7 +36,7 @@ def test_worker_with_a_failed_check_consumes_nothing(
     write_double(models_root, "never-served")
     environment = {f"{_PREFIX}{name}": value for name, value in variables.items()}
     worker = start_worker(shared_redis, models_root, environment=environment, wait=False)
-    assert worker.wait(60) == EXIT_CONFIGURATION
+    assert worker.wait(180) == EXIT_CONFIGURATION
     assert worker.tail(1).startswith("penstock: ")
     assert part in worker.tail(1)
     with shared_redis.client() as client:

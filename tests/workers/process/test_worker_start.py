@@ -21,7 +21,7 @@ X = np.array([[1, 2, 3, 4]], np.float32)
 
 def _ready_status(port: int) -> int | None:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health/ready", timeout=60) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health/ready", timeout=180) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as refusal:
         return refusal.code
@@ -80,7 +80,7 @@ def test_the_models_root_is_only_read(shared_redis: RedisServer, models_root: Pa
     try:
         start_worker(shared_redis, models_root)
         with Client(shared_redis.url) as client:
-            assert client.submit("read-only", {"x": X}).result(timeout=60)["y"].tolist() == (X * 3).tolist()
+            assert client.submit("read-only", {"x": X}).result(timeout=180)["y"].tolist() == (X * 3).tolist()
         assert {path: path.stat().st_mtime_ns for path in models_root.rglob("*")} == before
     finally:
         for path in before:
@@ -97,7 +97,7 @@ def test_disabled_inference_is_the_bare_model(
     questions = [np.array([[number, 0.1, 1e-30, -number]], np.float32) for number in (1.0, 2.0, 2.0, 3.0, 3.0)]
     with Client(shared_redis.url) as client:
         jobs = client.submit_many("bare", [{"x": each} for each in questions])
-        answers = [job.result(timeout=60)["y"] for job in jobs]
+        answers = [job.result(timeout=180)["y"] for job in jobs]
     for question, answer in zip(questions, answers, strict=True):
         assert answer.tobytes() == (question * 2).tobytes()
     served = [forward for forward in recorded_forwards(tmp_path / "forward_log") if forward[0] > 0]
@@ -121,7 +121,7 @@ def test_a_store_of_states_that_hangs_does_not_hold_up_a_shutdown(
             "PENSTOCK_INFERENCE_STATE_RECONCILE_INTERVAL_S": "0.01",
         }
         worker = start_worker(shared_redis, models_root, environment=environment)
-        assert client.submit("unhurried", {"x": X}).result(timeout=60)["y"].tolist() == (X * 2).tolist()
+        assert client.submit("unhurried", {"x": X}).result(timeout=180)["y"].tolist() == (X * 2).tolist()
         # A sweep gives up after five seconds; this is the beginning of another.
         hanging.accept()[0].close()
         connection, _ = hanging.accept()
@@ -129,6 +129,6 @@ def test_a_store_of_states_that_hangs_does_not_hold_up_a_shutdown(
             worker.signal(signal.SIGTERM)
             wait_until(lambda: _ready_status(port) != 200, 30, "the worker says that it stops")
             job = client.submit("unhurried", {"x": X + 1})
-            assert worker.wait(60) == 0
+            assert worker.wait(180) == 0
         assert job.status() == "queued"
         job.cancel()

@@ -119,7 +119,7 @@ def test_errors_of_the_device_pass_through(forms: Forms, fallbacks: list[tuple[s
 
 def test_form_that_fails_on_two_threads_is_reported_once(fallbacks: list[tuple[str, str]]):
     """Two batches may meet the same bad form at the same time."""
-    both_inside = threading.Barrier(2, timeout=60)
+    both_inside = threading.Barrier(2, timeout=180)
 
     def failing(prepared: Prepared) -> dict[str, Array]:
         both_inside.wait()

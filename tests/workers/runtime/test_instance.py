@@ -142,7 +142,7 @@ def test_exceptions_cross_over_in_both_directions(stream: Callable[..., Any]):
     drained(stream(1, Listener()))
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_threads_of_an_entry_point_share_its_context(stream: Callable[..., Any]):
     """Each question gets its own answer, also while chunks are sent."""
     listener = Listener()

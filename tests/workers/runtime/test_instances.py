@@ -220,7 +220,7 @@ def test_other_models_keep_their_threads_beside_thread_instances(models_root: Pa
 
         assert counts() == [6, 3, 6, 6]
         with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(counts).result(60) == [6, 3, 6, 6]
+            assert pool.submit(counts).result(180) == [6, 3, 6, 6]
     for runtime in runtimes:
         runtime.close()
 
@@ -238,7 +238,7 @@ from penstock.workers.runtime.open import open_runtime
 for threads in (6, 4):
     open_runtime(load_package(Path({str(folder)!r}))).load("cpu", threads)
     with ThreadPoolExecutor(1) as pool:
-        print(pool.submit(sys.modules["torch"].get_num_threads).result(60))
+        print(pool.submit(sys.modules["torch"].get_num_threads).result(180))
 """
     command = [sys.executable, "-c", program]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -274,7 +274,7 @@ def waiting(models_root: Path) -> Any:
 
     thread = threading.Thread(target=load)
     thread.start()
-    assert gate.reached.wait(30)
+    assert gate.reached.wait(180)
     yield runtime, thread, raised, known
     gate.may_pass.set()
     thread.join(30)

@@ -161,7 +161,7 @@ def own_threads_only(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_are_inside_the_tokenizer_of_minilm_at_the_same_time(threads: int):
     """Each part of a batch stops in the middle of its first text until all parts are there; then every text has the
     ids that it has without a pool (AR-053)."""
-    meeting = threading.Barrier(threads, timeout=20)
+    meeting = threading.Barrier(threads, timeout=180)
     met: set[int] = set()
 
     def meet() -> None:

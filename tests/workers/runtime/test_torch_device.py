@@ -23,7 +23,7 @@ def own_threads() -> Iterator[None]:
 def on_new_thread(work: Callable[[], int]) -> int:
     """What the work returns."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result(60)
+        return pool.submit(work).result(180)
 
 
 def threads_of(device: TorchDevice) -> int:
@@ -53,16 +53,16 @@ def test_number_that_a_thread_sets_at_its_first_use_of_torch_stays():
     def forward() -> int:
         with few.inference():
             is_set.set()
-            goes_on.wait(60)
+            goes_on.wait(180)
             return torch.get_num_threads()
 
     torch.set_num_threads(5)
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(forward)
-        assert is_set.wait(60)
+        assert is_set.wait(180)
         torch.set_num_threads(4)
         goes_on.set()
-        assert found.result(60) == 3
+        assert found.result(180) == 3
 
 
 def test_threads_are_kept_for_the_caller_and_for_new_threads():

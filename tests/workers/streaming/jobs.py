@@ -42,7 +42,7 @@ class Broker(MemoryBroker):
         self.threads.append(threading.current_thread().name)
         if not self.gate.is_set():
             self.is_held.set()
-            assert self.gate.wait(30)
+            assert self.gate.wait(180)
         if self.errors:
             raise self.errors.pop()
         if self.poisoned in self.calls[-1]:

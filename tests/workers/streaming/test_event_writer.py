@@ -13,7 +13,7 @@ from penstock.workers.streaming.event_writer import EventWriter
 from tests.servers import wait_until
 from tests.workers.streaming.jobs import Broker, chunk, outbox_of, writer_of
 
-PATIENCE_S = 30.0
+PATIENCE_S = 180.0
 
 
 def untouched() -> None:

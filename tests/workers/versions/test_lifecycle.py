@@ -67,7 +67,7 @@ def take_turns(drain: Drain, count: int = 20) -> None:
     for _ in range(count):
         has_turned = threading.Event()
         drain.lifecycle.request(has_turned.set)
-        assert has_turned.wait(30)
+        assert has_turned.wait(180)
 
 
 def write_gated(root: Path, model: str, version: str, gate: Path, end: str) -> None:

@@ -15,7 +15,7 @@ ROW = [1.0, 2.0, 3.0, 4.5]
 TWICE = [2.0, 4.0, 6.0, 9.0]
 INFER = "/inference.GRPCInferenceService/ModelInfer"
 PREDICT = "/inference.InferenceService/Predict"
-PATIENCE_S = 120
+PATIENCE_S = 180.0
 _Answer = {INFER: "ModelInferResponse", PREDICT: "PredictResponse"}
 
 

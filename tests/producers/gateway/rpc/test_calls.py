@@ -41,7 +41,7 @@ def test_a_job_has_one_id_behind_every_protocol(stack: GatewayStack, rpc: Caller
     assert http.get(f"/v1/jobs/{job_id}").json()["outputs"]["y"]["data"] == [TWICE]
     assert len(trailing["penstock-content-hash"]) == 64
     with Client(stack.server.url) as client:
-        assert client.job(job_id).result(60)["y"].tolist() == [TWICE]
+        assert client.job(job_id).result(180)["y"].tolist() == [TWICE]
 
 
 def test_a_key_names_one_job(rpc: Caller):
@@ -77,7 +77,7 @@ def frozen(stack: GatewayStack) -> Iterator[None]:
             job = client.submit("napper", {"x": [[next(_numbers), 6, 5, 5]]})
             yield
             stack.worker.thaw()
-            job.result(60)
+            job.result(180)
     finally:
         stack.worker.thaw()
 

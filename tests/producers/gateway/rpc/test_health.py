@@ -54,12 +54,12 @@ def test_watch_tells_that_the_server_stops(start_gateway: StartGateway, open_cal
 
     thread = threading.Thread(target=watch)
     thread.start()
-    assert first.wait(60)
+    assert first.wait(180)
     gateway.terminate()
     thread.join(60)
     assert statuses == [health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING]
     assert watching.code().name == "OK"
-    assert gateway.wait(60) == 0
+    assert gateway.wait(180) == 0
 
 
 def test_watches_are_bounded_apart_from_calls(start_gateway: StartGateway, open_caller):

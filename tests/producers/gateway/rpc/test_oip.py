@@ -82,7 +82,7 @@ def test_tritons_client_streams(stack: GatewayStack):
         client.start_stream(lambda result, error: found.put((result, error)))
         for number, model in enumerate(["double", "napper", "nothing", "double"]):
             client.async_stream_infer(model, [given(triton, ROWS[:1] + number)], request_id=str(number))
-        answers = [found.get(timeout=60) for _ in range(4)]
+        answers = [found.get(timeout=180) for _ in range(4)]
         client.stop_stream()
     assert [result.get_response().id for result, _ in answers if result] == ["0", "1", "3"]
     assert np.array_equal(answers[3][0].as_numpy("y"), (ROWS[:1] + 3) * 2)
@@ -98,7 +98,7 @@ def test_a_model_that_streams_answers_with_each_chunk(stack: GatewayStack):
         client.async_stream_infer("counter", [given(triton, np.array([3]), "count", "INT64")])
         answers: list[Any] = []
         while not answers or not answers[-1].get_response().parameters["triton_final_response"].bool_param:
-            answers.append(found.get(timeout=60))
+            answers.append(found.get(timeout=180))
         client.stop_stream()
     assert [name for answer in answers[:-1] for name in (each.name for each in answer.get_response().outputs)]
     assert len(answers) == 4
@@ -115,16 +115,16 @@ def test_chunks_that_are_gone_are_told(stack: GatewayStack, start_gateway: Start
         client.start_stream(lambda result, error: found.put(error or result))
         delay = given(triton, np.array([50], np.float32), "delay_ms")
         client.async_stream_infer("counter", [given(triton, np.array([60]), "count", "INT64"), delay])
-        found.get(timeout=60)
+        found.get(timeout=180)
         gateway.freeze()
         try:
             (events,) = set(redis.scan_iter(pattern)) - known
             with Client(stack.server.url) as direct:
-                direct.job(f"counter.{events.decode().split(':')[2]}").result(60)
+                direct.job(f"counter.{events.decode().split(':')[2]}").result(180)
             redis.xtrim(events, 1, approximate=False)
         finally:
             gateway.thaw()
-        while not isinstance(last := found.get(timeout=60), Exception):
+        while not isinstance(last := found.get(timeout=180), Exception):
             assert not last.get_response().parameters["triton_final_response"].bool_param
         client.stop_stream()
     assert "gone: The broker keeps chunks" in str(last)
@@ -148,7 +148,7 @@ def test_parameters_that_are_not_obeyed_are_refused(stack: GatewayStack):
             assert "INVALID_ARGUMENT" in e.value.status()
         client.start_stream(lambda result, error: found.put(result or error))
         client.async_stream_infer("double", [given(triton)], enable_empty_final_response=True)
-        assert np.array_equal(found.get(timeout=60).as_numpy("y"), ROWS * 2)
+        assert np.array_equal(found.get(timeout=180).as_numpy("y"), ROWS * 2)
         client.stop_stream()
 
 

@@ -71,7 +71,7 @@ def test_answers_do_not_wait_for_the_end_of_the_requests(rpc: Caller):
         last = 1.0
         for _ in range(3):
             yield predict_request([last, 0, 0, 0])
-            last = received.get(timeout=60)
+            last = received.get(timeout=180)
 
     answers = []
     for answer in stream(rpc, requests()):

@@ -165,7 +165,7 @@ def test_a_gateway_that_stops_answers_what_runs_and_ends_streams_with_a_hint(
     assert (trailing["penstock-problem"], trailing["retry-after"]) == ("stopping", "1")
     answer = message("ModelInferResponse").FromString(running.result())
     assert list(answer.outputs[0].contents.fp32_contents) == [2.0, 6.0, 6.0, 6.0]
-    assert gateway.wait(60) == 0
+    assert gateway.wait(180) == 0
 
 
 def _count(stack: GatewayStack) -> int:

@@ -95,7 +95,7 @@ def test_each_model_has_its_own_turn():
         await asyncio.sleep(0)
         turns.end("b")
         turns.end("a")
-        await asyncio.wait_for(waiting, 60)
+        await asyncio.wait_for(waiting, 180)
         turns.end("a")
         assert turns.begin("a") is not first
 
