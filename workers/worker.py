@@ -327,10 +327,10 @@ class OperatorCommands:
             raise UnknownModel(f"{command.model} is not served here. Expected one of this worker's models")
         reference = f"{command.model}/{command.version}"
         if command.action == "load":
-            self._lifecycle.request_load(command.model, command.version, content_hash=command.content_hash)
+            self._request(self._lifecycle.request_load, command)
             return f"loading {reference}"
         if command.action == "unload":
-            self._lifecycle.request_unload(command.model, command.version, content_hash=command.content_hash)
+            self._request(self._lifecycle.request_unload, command)
             return f"unloading {reference}"
         if command.action == "clear_cache":
             contents = self._lifecycle.offers.contents_of(command.model)
@@ -339,6 +339,13 @@ class OperatorCommands:
             raise Forbidden("Optimization is off on this worker. Expected inference.enabled on the worker")
         self._optimizer.ask(command.model, command.action)
         return f"asked to {command.action} {command.model}; `penstock models levels` shows the result"
+
+    def _request(self, request: Callable[..., None], command: Command) -> None:
+        asked = partial(request, command.model, command.version, content_hash=command.content_hash)
+        if self._reconciler is None:
+            asked()
+        else:
+            self._reconciler.sweep_before(asked)
 
     def _reconcile(self) -> str:
         if self._reconciler is None:

@@ -6,13 +6,14 @@
 
 Each record is followed once. After a failed load the operator requests the version again, which writes a new record.
 A store that is away or was emptied unloads no active version. Without a store, each worker loads the versions that
-control commands name.
+control commands name. With one, a command to one worker is carried out behind the records that were written before it.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
@@ -63,6 +64,7 @@ class Reconciler:
         self._verify = verify
         self._followed: dict[str, bytes] = {}
         self._is_nudged = threading.Event()
+        self._later: deque[Callable[[], None]] = deque()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="reconciler", daemon=True)
 
@@ -85,6 +87,15 @@ class Reconciler:
 
     def nudge(self) -> None:
         """Sweep now."""
+        self._is_nudged.set()
+
+    def sweep_before(self, request: Callable[[], None]) -> None:
+        """Sweep now, then call `request` on the reconciler's thread, also while the store is away.
+
+        Operators use two ways. A record that was written before a command must not be followed after it: a version that
+        the command wants would be unloaded again, because its registration is stored as a request to unload it.
+        """
+        self._later.append(request)
         self._is_nudged.set()
 
     def sweep(self) -> None:
@@ -115,7 +126,11 @@ class Reconciler:
 
     def _run(self) -> None:
         while not self._is_stopping:
+            # A request that comes during the sweep may be younger than what the sweep has read.
+            due = len(self._later)
             self._try(self.sweep, "models are not reconciled")
+            for _ in range(due):
+                self._later.popleft()()
             self._is_nudged.wait(self._interval_s)
             # After the wait, so that the nudge of a stop during the sweep is not lost.
             self._is_nudged.clear()

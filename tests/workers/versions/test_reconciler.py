@@ -6,6 +6,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -182,3 +183,34 @@ def test_a_store_that_is_away_unloads_nothing(redis_server: RedisServer, prefix:
     reconciler.stop()
     assert worker.calls == [("load", "minilm/1", "")]
     assert not [thread for thread in threading.enumerate() if thread.name == "reconciler"]
+
+
+def test_a_command_is_carried_out_behind_the_records_that_were_written_before_it(store: StateStore):
+    """A registration is stored as a request to unload. Followed behind a command, it would unload what that wants."""
+    worker = Worker("minilm")
+    reconciler = Reconciler(store, worker, worker="w", interval_s=600)
+    reconciler.start()
+    try:
+        for number in range(20):
+            content = f"{number:02x}"
+            store.put(DesiredVersion("minilm", "2", is_wanted=False, content_hash=content, at=number))
+            reconciler.sweep_before(partial(worker.request_load, "minilm", "2", content_hash=content))
+            wait_until(lambda: worker.calls[-1:] == [("load", "minilm/2", content)], 5, "the command is carried out")  # noqa: B023
+            assert worker.calls[-2:] == [("unload", "minilm/2", content), ("load", "minilm/2", content)]
+    finally:
+        reconciler.stop()
+
+
+def test_a_command_needs_no_store(shared_redis: RedisServer, prefix: str):
+    """While the store is away a worker still obeys."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        away = StateStore.from_url(f"redis://127.0.0.1:{silent.getsockname()[1]}/0", prefix)
+        worker = Worker("minilm")
+        reconciler = Reconciler(away, worker, worker="w", interval_s=600)
+        reconciler.start()
+        try:
+            reconciler.sweep_before(partial(worker.request_load, "minilm", "1"))
+            wait_until(lambda: worker.calls == [("load", "minilm/1", "")], 30, "the command is carried out")
+        finally:
+            reconciler.stop()
