@@ -73,6 +73,7 @@ class AsyncClient(
 
     _broker: AsyncRedisStreams
     _reader: AsyncReplyReader
+    _awaits = True
     _loop: asyncio.AbstractEventLoop | None = None
     _lookups: LookupCoalescer | None = None
     _start: StackStart | None = None
@@ -155,7 +156,7 @@ class AsyncClient(
         """The answers of the shared cache, by the place of the item."""
         if not await self._knows_active(lookups.answers, spec, options):
             return {}
-        asked = self._questions(lookups.answers, spec, items, options)
+        asked = lookups.answers.ask_all(self._builder, spec, items, options)
         found = zip(asked, await lookups.find_all(list(asked.values())), strict=True)
         return {place: answer for place, answer in found if answer is not None}
 

@@ -12,7 +12,7 @@ most, and is left out for a while then. Pure but for `find`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from penstock.producers.job_state import JobState, Outcome, ResultPolicy
@@ -161,6 +161,20 @@ class CachedAnswers:
         """Whether jobs with these options may be looked up."""
         is_plain = options.webhook is None and options.endpoint is None
         return is_plain and spec.deterministic and not spec.streams
+
+    def ask_all(
+        self,
+        builder: JobBuilder,
+        spec: ModelSpec,
+        items: Iterable[tuple[Mapping[str, object] | InvalidInput, str | None]],
+        options: SubmitOptions,
+    ) -> dict[int, Question]:
+        """The questions of the items that are looked up, by the place of the item."""
+        asked = {}
+        for place, (inputs, key) in enumerate(items):
+            if (question := self.ask(builder, spec, inputs, options, key)) is not None:
+                asked[place] = question
+        return asked
 
     def ask(
         self,

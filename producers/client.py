@@ -135,7 +135,7 @@ class Client(ClientCore["JobHandle", "JobHandle", "list[JobHandle]", list[Any], 
         if cached.is_due(spec.name):
             now = cached.now()
             cached.note(spec.name, self._broker.actives([spec.name])[spec.name], now)
-        asked = self._questions(cached, spec, items, options)
+        asked = cached.ask_all(self._builder, spec, items, options)
         found = zip(asked, cached.find(list(asked.values())), strict=True)
         return {place: answer for place, answer in found if answer is not None}
 

@@ -14,6 +14,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Protocol, Self, TypeAlias, TypeVar, cast, overload
@@ -32,7 +33,8 @@ from penstock.registry.key_reports import check_keys
 from penstock.registry.queues import PriorityName, slot_of
 
 if TYPE_CHECKING:
-    from penstock.producers.cached_answers import CachedAnswer, CachedAnswers, Question
+    from penstock.producers.cached_answers import CachedAnswer, CachedAnswers
+    from penstock.producers.publish_spans import PublishSpans
     from penstock.registry.package import ModelSpec
     from penstock.registry.sampling_params import SamplingParams
     from penstock.registry.settings import Settings
@@ -68,6 +70,8 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
     """The common part of Client and AsyncClient. The type parameters are what its methods return."""
 
     _reader: _Reader
+    _awaits = False
+    """Whether the calls of this client are awaited."""
 
     def __init__(
         self,
@@ -91,6 +95,7 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         self._specs = SpecCache(settings.inference.repo_root)
         self._policy = ResultPolicy(self._builder.keyring, queue.result_ttl_s)
         self._cached = _cached_answers(settings)
+        self._spans = _publish_spans(settings, awaits=self._awaits)
         self._is_closed = False
         self._connect(url, timeout_s, int(queue.result_ttl_s * 1000))
         _clients.add(self)
@@ -145,7 +150,8 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         idempotency_key: a second submit with this key and the same model, version and inputs returns the first job.
         tenant, version: None means the client's tenant and the active version of the model.
         outputs: the names of the requested outputs. Empty means all.
-        traceparent: the W3C trace context of the caller. The worker's log lines of the job name its trace.
+        traceparent: the W3C trace context of the caller, for the worker's log lines and spans of the job. Empty: that
+        of the present OpenTelemetry span, if open_telemetry.traces is on.
         retry: how often and after which pauses a failed forward is repeated. None: the first failure ends the job.
         webhook: an https URL that gets a signed POST when the job has ended in any way; see docs/how-to/submit.md.
         sticky_key: names the user, so that a sticky A/B experiment answers all its jobs with one version. None: the
@@ -157,7 +163,11 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         submitted = SubmitOptions(
             priority, deadline_s, tenant, version, outputs, traceparent, retry, webhook, sticky_key, endpoint
         )
-        return self._submit(model, _with_sampling(inputs, options), submitted, idempotency_key)
+        inputs = _with_sampling(inputs, options)
+        if self._spans is not None:
+            publish = partial(self._submit, model, inputs, key=idempotency_key)
+            return cast(Submitted, self._spans.publish(model, submitted, publish))
+        return self._submit(model, inputs, submitted, idempotency_key)
 
     def submit_many(
         self,
@@ -192,7 +202,11 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         )
         if options is not None:
             batches = [_with_sampling(inputs, options) for inputs in batches]
-        return self._submit_many(model, with_keys(batches, idempotency_keys), submitted, timeout_s=timeout_s)
+        items = with_keys(batches, idempotency_keys)
+        if self._spans is not None:
+            publish = partial(self._submit_many, model, items, timeout_s=timeout_s)
+            return cast(SubmittedMany, self._spans.publish(model, submitted, publish))
+        return self._submit_many(model, items, submitted, timeout_s=timeout_s)
 
     # Mappings give whole outputs; rows give what the model's signature says, which no type checker knows. An array is
     # no sequence for a type checker: its elements could be anything.
@@ -274,7 +288,7 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         options = SubmitOptions(
             priority, deadline_s, tenant, version, outputs, traceparent, retry, webhook, sticky_key, endpoint
         )
-        return self._map(model, options, MapOrder(items, idempotency_keys, progress, on_error, window))
+        return self._mapped(model, options, MapOrder(items, idempotency_keys, progress, on_error, window))
 
     def generate(
         self,
@@ -297,7 +311,7 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
 
         items = [_with_sampling(as_inputs(prompt), sampling_params) for prompt in _several(prompts)]
         order = MapOrder(items, None, False, "raise", max(1, 4 * len(items)))
-        return cast(MappedWhole, self._map(model, SubmitOptions(priority, deadline_s, tenant, version), order))
+        return cast(MappedWhole, self._mapped(model, SubmitOptions(priority, deadline_s, tenant, version), order))
 
     def __reduce__(self) -> NoReturn:
         raise ClientUnusable(
@@ -353,6 +367,11 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
 
     @abstractmethod
     def _map(self, model: str, options: SubmitOptions, order: MapOrder) -> Mapped: ...
+
+    def _mapped(self, model: str, options: SubmitOptions, order: MapOrder) -> Any:
+        if self._spans is not None:
+            return self._spans.publish(model, options, partial(self._map, model, order=order))
+        return self._map(model, options, order)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -443,16 +462,6 @@ class ClientCore(ABC, Generic[Handle, Submitted, SubmittedMany, Mapped, MappedWh
         """The handle of a job that the shared cache has answered."""
         return self._handle(answer.ended_job(self._policy))
 
-    def _questions(
-        self, cached: CachedAnswers, spec: ModelSpec, items: Sequence[Item], options: SubmitOptions
-    ) -> dict[int, Question]:
-        """The questions of the items that are looked up, by the place of the item."""
-        asked = {}
-        for place, (inputs, key) in enumerate(items):
-            if (question := cached.ask(self._builder, spec, inputs, options, key)) is not None:
-                asked[place] = question
-        return asked
-
     def _map_run(self, spec: ModelSpec, options: SubmitOptions, order: MapOrder) -> MapRun[Handle]:
         return MapRun(RowShape(spec, options.outputs), order)
 
@@ -494,6 +503,19 @@ def _cached_answers(settings: Settings) -> CachedAnswers | None:
     from penstock.producers.cached_answers import CachedAnswers
 
     return CachedAnswers.of(settings)
+
+
+def _publish_spans(settings: Settings, *, awaits: bool) -> PublishSpans | None:
+    if not settings.inference.open_telemetry.traces:
+        return None
+    # Few programs have OpenTelemetry.
+    from penstock.registry.open_telemetry import tracer_of
+
+    tracer = tracer_of()
+    # It imports the package, of whose absence `tracer_of` tells.
+    from penstock.producers.publish_spans import AsyncPublishSpans, PublishSpans
+
+    return AsyncPublishSpans(tracer) if awaits else PublishSpans(tracer)
 
 
 def _loaded_settings(overrides: Mapping[str, object] | None = None) -> Settings:

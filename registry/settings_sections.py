@@ -32,6 +32,7 @@ __all__ = [
     "InputValidationConfig",
     "LATEST",
     "METRICS_PORT",
+    "OpenTelemetryConfig",
     "PrivacyConfig",
     "PrivacyDetector",
     "PrivacyMode",
@@ -535,6 +536,15 @@ class SafetyConfig(Section):
         return BreakerLimits(self.breaker_failures, window_ms, open_ms, probe_ms)
 
 
+class OpenTelemetryConfig(Section):
+    """What goes to an OpenTelemetry collector: `PENSTOCK_INFERENCE_OPEN_TELEMETRY_*`. Its own variables OTEL_* say the
+    rest: the collector's address, the name of the service, the sampler.
+    """
+
+    traces: bool = Field(default=False, description="Spans of submits, requests and jobs; needs the extra otel")
+    metrics: bool = Field(default=False, description="The metrics of /metrics, sent by OTLP; needs the extra otel")
+
+
 class InferenceConfig(Section):
     """How models are served: `PENSTOCK_INFERENCE_*`, one section per concern."""
 
@@ -587,6 +597,7 @@ class InferenceConfig(Section):
     safeguards: SafeguardsConfig = SafeguardsConfig()
     webhooks: WebhooksConfig = WebhooksConfig()
     safety: SafetyConfig = SafetyConfig()
+    open_telemetry: OpenTelemetryConfig = OpenTelemetryConfig()
 
     @property
     def progress_limit_s(self) -> float:

@@ -8,13 +8,16 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from penstock.registry.broker.base import Broker
 from penstock.registry.broker.breakers import BreakerEnd, BreakerRecord, split_breaker_name
 from penstock.registry.errors import ConfigurationError
+from penstock.registry.open_telemetry import tracer_of
 from penstock.registry.overdue import OverdueJobs
 from penstock.registry.package import Package
 from penstock.registry.settings import Settings
+from penstock.registry.settings_sections import OpenTelemetryConfig
 from penstock.registry.signed import Verifier
 from penstock.safety.audit_accesses import CacheAccessAudit
 from penstock.safety.orchestrator import SafetyOrchestrator, Subject
@@ -53,6 +56,9 @@ from penstock.workers.versions.peers import Peers
 from penstock.workers.versions.placement import Placement
 from penstock.workers.versions.repository import EmptyRepository, ModelRepository
 from penstock.workers.versions.tuner import NullTuner, Tuner
+
+if TYPE_CHECKING:
+    from penstock.workers.job_spans import JobSpans
 
 __all__ = ["DrainOptions", "PartTypes", "build_drain"]
 
@@ -167,7 +173,14 @@ class _Assembly:
         peers = Peers(broker, options.name, options.clock)
         self.placement = types.placement(self.lifecycle, peers, options.clock, most_waiting=self.most_jobs // 4)
         self.arms = self._arm_counts(consumer)
-        self.telemetry = BatchTelemetry(options.listener, options.metrics, self.answers, options.accesses, self.arms)
+        self.telemetry = BatchTelemetry(
+            options.listener,
+            options.metrics,
+            self.answers,
+            options.accesses,
+            self.arms,
+            _job_spans(settings.inference.open_telemetry, options.name),
+        )
         self.status = StatusReporter(
             self.identity,
             broker,
@@ -410,3 +423,13 @@ class _Assembly:
             checkpoint=self.options.checkpoint,
             clock=self.options.clock,
         )
+
+
+def _job_spans(config: OpenTelemetryConfig, worker: str) -> JobSpans | None:
+    if not config.traces:
+        return None
+    tracer = tracer_of()
+    # It imports the package, of whose absence `tracer_of` tells.
+    from penstock.workers.job_spans import JobSpans
+
+    return JobSpans(tracer, worker)

@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from penstock.registry.broker.base import State
 from penstock.safety.audit_accesses import CacheAccessAudit
@@ -22,6 +22,9 @@ from penstock.workers.observe.metrics import BatchStats, InferenceMetrics
 from penstock.workers.results import JobOutcome
 from penstock.workers.versions.arm_counts import ArmCounts
 from penstock.workers.versions.version import ServedVersion
+
+if TYPE_CHECKING:
+    from penstock.workers.job_spans import JobSpans
 
 __all__ = ["BatchTelemetry"]
 
@@ -36,7 +39,8 @@ _MIXED: Final = "mixed"
 class BatchTelemetry:
     """Keeps settlements until there is time to report them.
 
-    accesses: records look-ups in the audit log. arms: counts what the arms of experiments did.
+    accesses: records look-ups in the audit log. arms: counts what the arms of experiments did. spans: of jobs with a
+    trace; None: they have none here.
 
     Attributes:
         batches: reported so far.
@@ -49,8 +53,10 @@ class BatchTelemetry:
         answers: AnswerCache,
         accesses: CacheAccessAudit | None = None,
         arms: ArmCounts | None = None,
+        spans: JobSpans | None = None,
     ) -> None:
         self.batches = 0
+        self._spans = spans
         self._arms = arms
         self._accesses = accesses
         self._listener = listener
@@ -88,6 +94,8 @@ class BatchTelemetry:
             return
         if self._arms is not None:
             _count_arms(self._arms, settlement.outcomes, now)
+        if self._spans is not None:
+            self._spans.report(settlement.outcomes, now)
         ended = [_ended(outcome, state, now) for outcome, state in settlement.outcomes]
         self._listener.finished(ended, time.time())
         routes = self._count(ended)

@@ -65,6 +65,7 @@ from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.control import Command, CommandVerifier
 from penstock.registry.desired_state import StateStore
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError, Forbidden, PenstockError, UnknownModel
+from penstock.registry.open_telemetry import exported_metrics, exported_spans
 from penstock.registry.queues import CELERY_QUEUE, Priority, stream_key
 from penstock.registry.settings import Settings
 from penstock.registry.signed import Verifier
@@ -119,6 +120,8 @@ from penstock.workers.versions.repository import DiskRepository
 
 __all__ = ["CeleryParts", "OperatorCommands", "Worker"]
 
+_SERVICE: Final = "penstock-worker"
+"""Of the spans and metrics that this process sends."""
 _WATCH_S: Final = 0.1
 _HEALTH_S: Final = 1.0
 _REDIS_TIMEOUT_S: Final = 5.0
@@ -379,6 +382,8 @@ class _DrainReadiness:
 def _open_parts(settings: Settings, device: Pin, celery: CeleryParts, closing: ExitStack) -> _Parts:
     verify, metrics = _verifier(settings), InferenceMetrics(settings.inference.metrics_buckets)
     metrics.ready(False)
+    # Closed at last: the drain's last jobs have spans, too.
+    closing.enter_context(exported_spans(settings.inference.open_telemetry, _SERVICE, celery.hostname))
     broker = _open_broker(settings, closing)
     log = _open_audit_log(settings, celery.hostname, closing)
     audit_key = key_audit(log)
@@ -446,6 +451,8 @@ def _open_drain(
         closing.callback(rekeying.stop)
     readiness = _DrainReadiness()
     probe = _open_probe(settings, device, metrics, readiness, closing)
+    config = settings.inference.open_telemetry
+    closing.enter_context(exported_metrics(config, metrics, probe.refresh, _SERVICE, celery.hostname))
     readiness.drain = build_drain(
         settings,
         broker,

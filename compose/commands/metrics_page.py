@@ -1,7 +1,9 @@
-"""`--metrics-port` of the commands that run until they are stopped: their metrics as a page for Prometheus."""
+"""The metrics of the commands that run until they are stopped: `--metrics-port` for Prometheus, and OpenTelemetry."""
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -20,8 +22,23 @@ metrics_port_option: Final = click.option(
 
 
 @contextmanager
-def served_metrics(metrics: InferenceMetrics, settings: Settings, port: int | None) -> Iterator[None]:
-    """Serves the metrics inside of the block, if a port was named."""
+def served_metrics(metrics: InferenceMetrics, settings: Settings, port: int | None, name: str) -> Iterator[None]:
+    """Serves the metrics inside of the block, if a port was named, and sends them to OpenTelemetry, if that is on.
+
+    name: of the command, which becomes part of the name of the service.
+    """
+    from penstock.registry.open_telemetry import exported_metrics
+
+    instance = f"{socket.gethostname()}:{os.getpid()}"
+    with (
+        exported_metrics(settings.inference.open_telemetry, metrics, lambda: None, f"penstock-{name}", instance),
+        _page(metrics, settings, port),
+    ):
+        yield
+
+
+@contextmanager
+def _page(metrics: InferenceMetrics, settings: Settings, port: int | None) -> Iterator[None]:
     if port is None:
         yield
         return

@@ -216,7 +216,7 @@ def _opened(access: RegistryAccess, metrics_port: int | None) -> Iterator[tuple[
 
     settings = load_settings(access.environ)
     metrics = InferenceMetrics(settings.inference.metrics_buckets)
-    with served_metrics(metrics, settings, metrics_port), opened(access, metrics.alert) as experiments:
+    with served_metrics(metrics, settings, metrics_port, "rollout"), opened(access, metrics.alert) as experiments:
         yield experiments, metrics
 
 

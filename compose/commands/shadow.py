@@ -175,5 +175,5 @@ def run(environ: Mapping[str, str], model: str, device: str, priority: str, metr
     settings = connected(environ)
     logs.configure()
     metrics = InferenceMetrics(settings.inference.metrics_buckets)
-    with served_metrics(metrics, settings, metrics_port):
+    with served_metrics(metrics, settings, metrics_port, "shadow"):
         serve_shadow(settings, model, metrics, device=device, gives_way=priority == "idle")

@@ -53,7 +53,7 @@ def run(environ: Mapping[str, str], metrics_port: int | None) -> None:
     _check_broker(settings)
     logs.configure()
     metrics = InferenceMetrics(settings.inference.metrics_buckets)
-    with open_broker(settings) as broker, served_metrics(metrics, settings, metrics_port):
+    with open_broker(settings) as broker, served_metrics(metrics, settings, metrics_port, "webhooks"):
         deliver(settings, broker, metrics)
 
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import lru_cache
 from ipaddress import ip_address
 from types import FrameType
@@ -54,14 +56,20 @@ from penstock.registry import garbage
 from penstock.registry.api_keys import ApiKey
 from penstock.registry.bearer_file import presents, read_bearer
 from penstock.registry.errors import PenstockError
+from penstock.registry.open_telemetry import exported_metrics, exported_spans, tracer_of
 from penstock.registry.settings import Settings
+from penstock.registry.settings_sections import OpenTelemetryConfig
 
 if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
     from penstock.producers.gateway.rpc.server import RpcServer
+    from penstock.producers.gateway.server_spans import ServerSpans
 
 __all__ = ["Gateway"]
 
 _MIB: Final = 1024 * 1024
+_SERVICE: Final = "penstock-gateway"
 logger = logging.getLogger("penstock.server")
 _Handler = Callable[[int, FrameType | None], Any]
 
@@ -153,6 +161,7 @@ class Gateway:
         parts = self._parts or self._open()
         exchange = Exchange(scope, receive, send, parts.limits)
         route: Route | None = None
+        span: Span | None = None
         now = asyncio.get_running_loop().time
         begun = now()
         # A server may begin a request in the context of the one before it.
@@ -160,6 +169,8 @@ class Gateway:
         try:
             route, exchange.words = parts.routes.find(exchange.method, exchange.path)
             if (right := route.right) != "nothing" and not parts.is_scrape(exchange, route):
+                if parts.spans is not None:
+                    span = parts.spans.begin_request(exchange, route.path)
                 exchange.entry = await parts.enter(exchange, right, route.path)
             await route.handler(exchange)
         except CallerRevoked as error:
@@ -172,11 +183,14 @@ class Gateway:
         finally:
             parts.access.leave()
         parts.figures.count(route.path if route else "", exchange.method, exchange.status, now() - begun)
+        if span is not None and parts.spans is not None:
+            parts.spans.end_request(span, exchange.status)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
         try:
             parts = self._open()
+            exports = parts.export()
             await parts.listen(self._rpc)
             if self._owns_process:
                 garbage.freeze()
@@ -188,6 +202,8 @@ class Gateway:
         await send({"type": "lifespan.startup.complete"})
         await receive()
         await self.aclose()
+        # The collector of OpenTelemetry may be slow.
+        await asyncio.to_thread(exports.close)
         await send({"type": "lifespan.shutdown.complete"})
 
 
@@ -203,6 +219,8 @@ class _Parts:
         self.client = GatewayClient.from_env(settings=settings.changed({"cache.producer_lookup": False}))
         limits = RateLimits(inference.safeguards.rate_limit, self.client.spend)
         self.figures = GatewayFigures()
+        self._open_telemetry = inference.open_telemetry
+        self.spans = _server_spans(inference.open_telemetry)
         self.keys = KeyCopy(_RegisteredKeys(settings.registry_url).since)
         self.access = Access(settings, self.keys, limits, count=self.figures.count_key)
         self._metrics_token = read_bearer(settings.worker.metrics_bearer_file)
@@ -282,8 +300,20 @@ class _Parts:
             # Servers of other people's choice run without the packages of gRPC.
             from penstock.producers.gateway.rpc.server import RpcServer
 
-            self.rpc = RpcServer(binding, self.jobs, self.health, self.figures, self.access, self._config)
+            self.rpc = RpcServer(binding, self.jobs, self.health, self.figures, self.access, self._config, self.spans)
             await self.rpc.start(self.limits.max_bytes)
+
+    def export(self) -> ExitStack:
+        """Sends spans and metrics to the collector of the settings until it is closed. Raises ConfigurationError.
+
+        A gateway that is mounted has no lifespan: the other application decides where its spans go.
+        """
+        exports, config = ExitStack(), self._open_telemetry
+        instance = f"{socket.gethostname()}:{os.getpid()}"
+        exports.enter_context(exported_spans(config, _SERVICE, instance))
+        collector = self.figures.collector
+        exports.enter_context(exported_metrics(config, collector, self.show_open, _SERVICE, instance))
+        return exports
 
     def stop(self) -> None:
         """The process ends: open streams end now, waiting requests with their jobs."""
@@ -300,6 +330,16 @@ class _Parts:
         await self.jobs.aclose()
         await self.access.aclose()
         await self.client.aclose()
+
+
+def _server_spans(config: OpenTelemetryConfig) -> ServerSpans | None:
+    if not config.traces:
+        return None
+    tracer = tracer_of()
+    # It imports the package, of whose absence `tracer_of` tells.
+    from penstock.producers.gateway.server_spans import ServerSpans
+
+    return ServerSpans(tracer)
 
 
 class _RegisteredKeys:

@@ -54,6 +54,11 @@ class GatewayFigures:
         self._keys: set[str] = set()
         self._counters: dict[tuple[str, str, int], tuple[Counter, Histogram]] = {}
 
+    @property
+    def collector(self) -> Collector:
+        """The figures of this process alone."""
+        return self._registry
+
     def count(self, route: str, method: str, status: int, seconds: float) -> None:
         """One answered request. route: the path with names in braces."""
         if method not in _METHODS:

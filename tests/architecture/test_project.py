@@ -60,6 +60,7 @@ def test_project_says_who_it_is():
             "hsm",
             "mlflow",
             "onnx",
+            "otel",
             "postgres",
         ),
         *("presidio", "torch", "worker"),

@@ -81,6 +81,8 @@ PROOFS = {
     "privacy.mode": "workers/test_hashes_only.py::test_inputs_are_kept_as_digests_only",
     "privacy.redact_patterns": "workers/test_model_errors.py::test_texts_of_exceptions_are_redacted",
     "privacy.redact_detectors": f"{HERE}::test_detectors_keep_samples_out",
+    "open_telemetry.traces": "flow/test_open_telemetry_settings.py::test_spans_are_sent_where_that_is_on",
+    "open_telemetry.metrics": "flow/test_open_telemetry_settings.py::test_metrics_are_sent_where_that_is_on",
     "privacy.presidio_entities": "safety/test_presidio.py::test_entities_of_the_settings_need_presidio",
     "privacy.cache_tenant_isolation": (
         "workers/cache/test_cached_answers.py::test_tenants_share_answers_only_if_allowed"

@@ -87,6 +87,8 @@ OTHER_INFERENCE_KEYS = {
     "cache.socket_timeout_s": 5.0,
     "cache.producer_lookup": False,
     "privacy.presidio_entities": (),
+    "open_telemetry.traces": False,
+    "open_telemetry.metrics": False,
     "queue.lease_s": 5.0,
     "queue.max_crashes": 3,
     "queue.progress_timeout_s": 45.0,

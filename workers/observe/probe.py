@@ -86,6 +86,10 @@ class Probe:
             self._server.server_close()
             self._server = None
 
+    def refresh(self) -> None:
+        """Bring the metrics up to date, before they are read."""
+        self._metrics.ready_now(self._readiness()[0])
+
     def _listen(self, token: str) -> _Server:
         try:
             return _Server((self._host, self.port), self._respond, token)
@@ -99,7 +103,7 @@ class Probe:
 
     def _respond(self, path: str, accept: str) -> tuple[HTTPStatus, str, bytes]:
         if path in ("/metrics", "/snapshot"):
-            self._metrics.ready_now(self._readiness()[0])
+            self.refresh()
         if path == "/metrics":
             encode, content_type = choose_encoder(accept)
             return HTTPStatus.OK, content_type, encode(self._registry)

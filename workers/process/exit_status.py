@@ -23,7 +23,7 @@ EXIT_TEMPORARY: Final = 75
 EXIT_CONFIGURATION: Final = 78
 """EX_CONFIG: the settings, the device, the models or missing packages prevent the process from working, or the broker
 refuses it."""
-_EXTRAS: Final = ("", "worker", "torch", "onnx", "flower", "postgres", "mlflow", "presidio", "cli", "hsm")
+_EXTRAS: Final = ("", "worker", "torch", "onnx", "flower", "postgres", "mlflow", "presidio", "cli", "hsm", "otel")
 """Where several extras bring a package, the first of these is named; empty: the base install."""
 _REQUIREMENT: Final = re.compile(r"([\w.-]+)(?:.*extra == '([\w-]+)')?")
 

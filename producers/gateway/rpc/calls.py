@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 from urllib.parse import unquote
 
 import grpc
@@ -24,6 +24,9 @@ from penstock.producers.gateway.rpc.messages import parsed
 from penstock.producers.gateway.rpc.status import Status, status_of
 from penstock.producers.gateway.rpc.turns import Turns
 
+if TYPE_CHECKING:
+    from penstock.producers.gateway.server_spans import ServerSpans
+
 __all__ = ["Call", "Calls", "Enter", "Method"]
 
 Answer = TypeVar("Answer")
@@ -33,15 +36,17 @@ _UNWATCHED: Final = nullcontext()
 
 
 class Call:
-    """One call. about: what its trailing metadata tells about its job, as HTTP's headers do. entry: of its caller."""
+    """One call. about: what its trailing metadata tells about its job, as HTTP's headers do. entry: of its caller.
+    traceparent: the trace context for its jobs; empty: they have no trace."""
 
-    __slots__ = ("_context", "_metadata", "about", "entry")
+    __slots__ = ("_context", "_metadata", "about", "entry", "traceparent")
 
     def __init__(self, context: Any) -> None:
         self.about: list[tuple[bytes, bytes]] = []
         self.entry = Entry(NOBODY)
         self._context = context
         self._metadata: Mapping[str, Any] | None = None
+        self.traceparent = self.metadata("traceparent")
 
     def metadata(self, name: str) -> str:
         """The value of a name in lower case; empty without one."""
@@ -85,10 +90,11 @@ Enter: TypeAlias = Callable[[Call, str], Awaitable[None]]
 
 
 class Calls:
-    """The calls of one process. enter: admits a call, and each request of a stream."""
+    """The calls of one process. enter: admits a call, and each request of a stream. spans: of calls; None: none."""
 
-    def __init__(self, figures: GatewayFigures, enter: Enter) -> None:
+    def __init__(self, figures: GatewayFigures, enter: Enter, spans: ServerSpans | None = None) -> None:
         self._figures = figures
+        self._spans = spans
         self.enter: Final = enter
         self._turns = Turns()
 
@@ -106,23 +112,37 @@ class Calls:
 
     async def end(self, name: str, context: Any, run: Callable[[Call], Awaitable[Answer]]) -> Answer:
         """Runs a call to its end: its answer, or the status of its error; both with trailing metadata, and counted."""
-        call, now = Call(context), asyncio.get_running_loop().time
-        begun = now()
+        call = Call(context)
+        ended = self._begun(call, name)
         try:
             await self.enter(call, name)
             answer = await run(call)
         except asyncio.CancelledError:
-            self._figures.count_call(name, grpc.StatusCode.CANCELLED.name, now() - begun)
+            ended(grpc.StatusCode.CANCELLED)
             raise
         except Exception as error:  # the last place where an error can become a status
             status = self.status_of(name, error)
-            self._figures.count_call(name, status.code.name, now() - begun)
+            ended(status.code, is_error=status.is_mistake)
             await context.abort(status.code, status.details, (*_trailing(call), *status.trailing))
             raise
-        self._figures.count_call(name, grpc.StatusCode.OK.name, now() - begun)
+        ended(grpc.StatusCode.OK)
         if call.about:
             context.set_trailing_metadata(_trailing(call))
         return answer
+
+    def _begun(self, call: Call, name: str) -> Callable[..., None]:
+        """Called with the status code, it counts the call and ends its span."""
+        spans, now = self._spans, asyncio.get_running_loop().time
+        begun, span = now(), None
+        if spans is not None:
+            span, call.traceparent = spans.begin_call(name, call.traceparent)
+
+        def ended(code: grpc.StatusCode, *, is_error: bool = False) -> None:
+            self._figures.count_call(name, code.name, now() - begun)
+            if spans is not None and span is not None:
+                spans.end_call(span, code.value[0], is_error=is_error)
+
+        return ended
 
     async def _answer(
         self, call: Call, kind: Any, data: bytes, method: Method, model_of: Callable[[Any], str] | None

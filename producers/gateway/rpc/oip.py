@@ -165,5 +165,5 @@ def _job(call: Call, request: Any, key: str | None) -> JobRequest:
         priority=priority_of(parameters),
         deadline_s=call.deadline_s(deadline_s_of(parameters)),
         idempotency_key=key,
-        traceparent=call.metadata("traceparent"),
+        traceparent=call.traceparent,
     )

@@ -57,7 +57,7 @@ class PredictService:
             outputs=(output.name,),
             deadline_s=call.deadline_s(None),
             idempotency_key=call.idempotency_key(),
-            traceparent=call.metadata("traceparent"),
+            traceparent=call.traceparent,
         )
         finished = await self._jobs.run(job, call)
         return _Response(

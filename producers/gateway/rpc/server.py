@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import grpc
 from grpc_reflection.v1alpha import reflection
@@ -27,6 +27,9 @@ from penstock.producers.gateway.waiting import Jobs
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.settings_sections import ServerConfig
 
+if TYPE_CHECKING:
+    from penstock.producers.gateway.server_spans import ServerSpans
+
 __all__ = ["RpcServer"]
 
 _NEEDS: Final[dict[str, Needs]] = {
@@ -43,7 +46,7 @@ _LEAST_PING_MS: Final = 10_000
 
 
 class RpcServer:
-    """The gRPC server of one process. access: the door of its callers."""
+    """The gRPC server of one process. access: the door of its callers. spans: of its calls; None: they have none."""
 
     def __init__(
         self,
@@ -53,13 +56,14 @@ class RpcServer:
         figures: GatewayFigures,
         access: Access,
         config: ServerConfig,
+        spans: ServerSpans | None = None,
     ) -> None:
         self._access = access
         self._binding = binding
         self._jobs = jobs
         self._health = health
         self._config = config
-        self._calls = Calls(figures, self._enter)
+        self._calls = Calls(figures, self._enter, spans)
         self._streams = Streams(self._calls, config.client_timeout_s)
         self._server: Any = None
         self._stopped: asyncio.Task[None] | None = None
