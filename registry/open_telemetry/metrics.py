@@ -35,6 +35,7 @@ from prometheus_client.samples import Sample
 
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.metrics import ENGINE_METRICS, GATEWAY_METRICS, METRICS
+from penstock.registry.open_telemetry.ending import ended_soon
 
 __all__ = ["OTelExporter", "interval_s"]
 
@@ -45,8 +46,6 @@ _UNITS: Final = {"seconds": "s", "bytes": "By", "ratio": "1", "": "1"}
 """Those that UCUM knows; any other one counts things, and is an annotation."""
 _UNIT_OF: Final = {metric.name: metric.unit for metric in (*METRICS, *GATEWAY_METRICS, *ENGINE_METRICS)}
 _SCOPE: Final = InstrumentationScope("penstock")
-_LONGEST_STOP_S: Final = 15.0
-"""An export that hangs has a time-out of its own, by default 10 s."""
 
 logger = logging.getLogger("penstock.server")
 
@@ -96,10 +95,10 @@ class OTelExporter:
         self._thread.start()
 
     def stop(self) -> None:
-        """Export once more, and disconnect."""
+        """Export once more, within seconds, and disconnect. Call it after `start`."""
         self._is_over.set()
-        if self._thread.ident is not None:
-            self._thread.join(_LONGEST_STOP_S)
+        if not ended_soon(self._thread.join):
+            logger.warning("the last metrics were not sent: the collector does not answer")
         self._exporter.shutdown()
 
     def data(self) -> MetricsData:

@@ -9,6 +9,7 @@ OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER, OTEL_BSP_*, OT
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from penstock.registry.errors import ConfigurationError
 from penstock.registry.extras import not_installed
+from penstock.registry.open_telemetry.ending import ended_soon
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
@@ -28,6 +30,7 @@ __all__ = ["exported_metrics", "exported_spans", "tracer_of"]
 
 _SCOPE: Final = "penstock"
 _PROTOCOL: Final = "http/protobuf"
+logger = logging.getLogger("penstock.server")
 _PROTOCOL_VARIABLES: Final = (
     "OTEL_EXPORTER_OTLP_PROTOCOL",
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
@@ -50,9 +53,10 @@ def tracer_of() -> Tracer:
 
 @contextmanager
 def exported_spans(config: OpenTelemetryConfig, service: str, instance: str) -> Iterator[None]:
-    """Inside of the block, the spans of this process are sent to a collector; its end sends the last ones.
+    """Inside of the block, the spans of this process are sent to a collector; its end sends the last ones, in seconds.
 
-    service: the name of the service, where the variables OTEL_* give none. instance: tells processes of it apart.
+    A process has one provider for good: a second block of it sends nothing. service: the name of the service, where the
+    variables OTEL_* give none. instance: tells processes of it apart.
     Raises ConfigurationError without the packages, and for a protocol that is not there.
     """
     if not config.traces:
@@ -73,7 +77,8 @@ def exported_spans(config: OpenTelemetryConfig, service: str, instance: str) -> 
     try:
         yield
     finally:
-        provider.shutdown()
+        if not ended_soon(provider.shutdown):
+            logger.warning("the last spans were not sent: the collector does not answer")
 
 
 @contextmanager

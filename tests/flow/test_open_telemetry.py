@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -234,18 +235,24 @@ def test_figures_of_the_gateway_are_sent_too(site: Site):
     )
 
 
-def test_a_worker_without_a_collector_serves_and_ends(site: Site, tmp_path: Path):
-    """What cannot be sent is dropped; OTEL_SERVICE_NAME and the sampler are those of the environment."""
+def test_a_collector_that_hangs_keeps_no_worker(site: Site, tmp_path: Path):
+    """It accepts connections and answers nothing. Jobs do not wait for it; what could not be sent is told at the end."""
     write_double(tmp_path / "models", "alone")
-    with collector() as gone:
-        environment = gone.environ
-    worker = WorkerProcess(site.server, tmp_path / "models", tmp_path, name="alone@test", environment=environment)
-    worker.start()
-    _, traceparent = new_trace()
-    with Client(site.server.url) as client:
-        client.submit("alone", {"x": ROWS}, traceparent=traceparent).result(180)
-    worker.terminate()
-    assert worker.wait(180) == 0, worker.tail()
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        environment = {**site.collector.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": address}
+        worker = WorkerProcess(site.server, tmp_path / "models", tmp_path, name="alone@test", environment=environment)
+        worker.start()
+        _, traceparent = new_trace()
+        with Client(site.server.url) as client:
+            client.submit("alone", {"x": ROWS}, traceparent=traceparent).result(180)
+        worker.terminate()
+        assert worker.wait(180) == 0, worker.tail()
+    told = worker.output.read_text()
+    assert "the last spans were not sent" in told
+    assert "the last metrics were not sent" in told
 
 
 def test_the_last_spans_are_sent_before_the_end(site: Site, tmp_path: Path):
