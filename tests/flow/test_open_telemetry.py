@@ -236,7 +236,7 @@ def test_figures_of_the_gateway_are_sent_too(site: Site):
 
 
 def test_a_collector_that_hangs_keeps_no_worker(site: Site, tmp_path: Path):
-    """It accepts connections and answers nothing. Jobs do not wait for it; what could not be sent is told at the end."""
+    """It accepts connections and answers nothing. No job waits for it; what could not be sent is told at the end."""
     write_double(tmp_path / "models", "alone")
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
