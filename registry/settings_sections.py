@@ -27,6 +27,7 @@ __all__ = [
     "CacheConfig",
     "CeleryConfig",
     "CompilationConfig",
+    "CostConfig",
     "Folder",
     "InferenceConfig",
     "InputValidationConfig",
@@ -103,6 +104,18 @@ def _route_rate(text: str) -> str:
     if not re.fullmatch(r"/[^=\s]*=[1-9]\d{0,8}", text):
         raise ValueError("expected PATH=REQUESTS a minute, such as /v1/jobs=100")
     return text
+
+
+def _hourly_rate(text: str) -> str:
+    if not re.fullmatch(r"[^=\s][^=]*=(?=.*[1-9])\d{1,6}(\.\d{1,6})?", text):
+        raise ValueError("expected NAME=PRICE of one hour, above 0, such as A100_80GB=2.5")
+    return text
+
+
+def _currency(code: str) -> str:
+    if not re.fullmatch(r"[A-Z]{3}", code):
+        raise ValueError("expected a code of ISO 4217, such as USD")
+    return code
 
 
 def _model(name: str) -> str:
@@ -535,6 +548,30 @@ class SafetyConfig(Section):
         return BreakerLimits(self.breaker_failures, window_ms, open_ms, probe_ms)
 
 
+class CostConfig(Section):
+    """Estimates of cost. No price is built in: prices differ by provider and by day."""
+
+    hourly_rate: float | None = Field(
+        default=None,
+        gt=0,
+        description="Price of one hour of a worker's device; unset: that of its name in hourly_rates",
+    )
+    gpu_name: str = Field(
+        default="", description="The device's name in hourly_rates; empty: as nvidia-smi lists it, or cpu"
+    )
+    hourly_rates: tuple[Annotated[str, AfterValidator(_hourly_rate)], ...] = Field(
+        default=(), description="NAME=PRICE of one hour for each device; without any price costs are not estimated"
+    )
+    currency: Annotated[str, AfterValidator(_currency)] = Field(
+        default="USD", description="Currency of the prices, by its code of ISO 4217; nothing is converted"
+    )
+
+    @property
+    def rates_by_name(self) -> dict[str, float]:
+        """The prices of one hour by the name of the device."""
+        return {name: float(price) for name, _, price in (rate.rpartition("=") for rate in self.hourly_rates)}
+
+
 class InferenceConfig(Section):
     """How models are served: `PENSTOCK_INFERENCE_*`, one section per concern."""
 
@@ -587,6 +624,7 @@ class InferenceConfig(Section):
     safeguards: SafeguardsConfig = SafeguardsConfig()
     webhooks: WebhooksConfig = WebhooksConfig()
     safety: SafetyConfig = SafetyConfig()
+    cost: CostConfig = CostConfig()
 
     @property
     def progress_limit_s(self) -> float:
