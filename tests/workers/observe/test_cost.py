@@ -124,7 +124,7 @@ def test_a_form_has_both_values_by_its_measured_gain(ledger: CostLedger):
 def test_the_same_form_again_changes_nothing(ledger: CostLedger):
     """A decision on another step, such as batching, begins no new count."""
     ledger.change("mlp", "1", "int8", 4.0, [Computed(QUEUE, 100, 2.0)])
-    ledger.change("mlp", "1", "int8", 4.0, [Computed(QUEUE, 200, 2.5)])
+    ledger.change("mlp", "1", "int8", 4.0, [Computed(QUEUE, 200, 2.9)])
     assert per_1000(ledger, Computed(QUEUE, 300, 3.0))["queue", "optimized"] == pytest.approx(0.005)
 
 
