@@ -8,6 +8,7 @@
     shadow                         a candidate on a sample of answered jobs, beside the active version
     rollout, ab                    versions that share the jobs: step by step, or side by side
     status, workers, top, doctor   inspect a running stack
+    cost                           costs of jobs, and projected savings
     dead, queue, webhooks          dead letters, pauses and purges, webhooks of ended jobs
     audit                          entries of the audit log, and their verification
     cache                          cached answers on this machine's disk
@@ -29,6 +30,7 @@ from penstock.compose.commands.ab import ab
 from penstock.compose.commands.audit import audit
 from penstock.compose.commands.cache import cache
 from penstock.compose.commands.canary import canary
+from penstock.compose.commands.cost import cost
 from penstock.compose.commands.dead import dead
 from penstock.compose.commands.doctor import doctor
 from penstock.compose.commands.job import job
@@ -83,6 +85,7 @@ for _command in (
     status,
     workers,
     top,
+    cost,
     doctor,
     dead,
     queue,

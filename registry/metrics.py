@@ -31,6 +31,8 @@ __all__ = [
     "CANARY",
     "COMMIT",
     "COMPUTE",
+    "COST",
+    "COST_PER_1000",
     "DEAD_LETTERED",
     "DRAFT_TOKENS",
     "DRIFT",
@@ -144,6 +146,21 @@ COMMIT: Final = Metric(
     _MODEL,
     "The commit of a batch, with the short forward that ran meanwhile",
     _DURATIONS,
+)
+COST: Final = Metric(
+    "penstock_cost_total",
+    "counter",
+    "currency",
+    _MODEL,
+    "Cost of the compute seconds at the hourly rate of the device; absent without a rate",
+)
+COST_PER_1000: Final = Metric(
+    "penstock_cost_per_1000_requests",
+    "gauge",
+    "currency",
+    (*_MODEL, "form"),
+    "Cost of 1,000 jobs since the last change of form: optimized is the form in use, baseline the same jobs by the "
+    "model as built, by the gain that the gate measured",
 )
 BATCH_ROWS: Final = Metric("penstock_batch_rows", "histogram", "rows", _MODEL, "Rows of a batch", _SIZES)
 PADDING: Final = Metric(
@@ -396,6 +413,7 @@ DRAFT_TOKENS: Final = Metric(
 METRICS: Final = (
     *(REQUESTS, LATENCY, BATCH_SIZE, EXCEPTIONS, MODEL_LOADED, READY),
     *(JOBS, QUEUE_WAIT, BATCH_WAIT, COMPUTE, COMMIT, BATCH_ROWS, PADDING, QUEUE_DEPTH, QUEUE_AGE),
+    *(COST, COST_PER_1000),
     *(FENCED, TAKEN_OVER, QUARANTINED, DEAD_LETTERED, RETRIED, OUT_OF_MEMORY, INSTANCES_LOST, SINGLE_FLIGHT),
     *(TRAFFIC_SHARE, LEVEL, FALLBACKS, GATES, BREAKERS, BREAKER_TRIPS, AUDIT_FAILURES),
     *(CANARY, ROLLOUT_DECISIONS, DRIFT, DRIFT_ALERTS, TRANSITIONS, ALERTS),

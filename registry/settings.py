@@ -23,7 +23,8 @@ from penstock.registry.data_keys import parse_data_keys
 from penstock.registry.envelope import Keyring
 from penstock.registry.errors import ConfigurationError, shown
 from penstock.registry.queues import parse_name
-from penstock.registry.settings_sections import Folder, InferenceConfig, RedisUrl, Section, WorkerSettings
+from penstock.registry.settings_sections import InferenceConfig, WorkerSettings
+from penstock.registry.settings_types import Folder, RedisUrl, Section
 from penstock.registry.webhook_secrets import parse_secrets
 
 __all__ = ["Setting", "Settings", "catalogue"]

@@ -6,20 +6,29 @@ Settings (settings.py) --> InferenceConfig --> BatchingConfig, CacheConfig, Priv
 
 from __future__ import annotations
 
-import re
 from ipaddress import ip_address
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from penstock.registry.broker.breakers import BreakerLimits
-from penstock.registry.broker.broker_url import parse_broker_url
-from penstock.registry.errors import ConfigurationError, InvalidInput
-from penstock.registry.patterns import compile_pattern
-from penstock.registry.queues import parse_name
-from penstock.registry.webhook_target import checked_url
+from penstock.registry.settings_types import (
+    Currency,
+    DeviceName,
+    DiskBytes,
+    Edges,
+    Folder,
+    HeaderName,
+    HourlyRate,
+    KeyLabel,
+    ModelName,
+    RedisUrl,
+    Regex,
+    RouteRate,
+    Section,
+    WebhookUrl,
+)
 
 __all__ = [
     "BatchesConfig",
@@ -27,7 +36,7 @@ __all__ = [
     "CacheConfig",
     "CeleryConfig",
     "CompilationConfig",
-    "Folder",
+    "CostConfig",
     "InferenceConfig",
     "InputValidationConfig",
     "LATEST",
@@ -38,10 +47,8 @@ __all__ = [
     "PrivacyMode",
     "QueueConfig",
     "RateLimitConfig",
-    "RedisUrl",
     "SafeguardsConfig",
     "SafetyConfig",
-    "Section",
     "ServerConfig",
     "WebhooksConfig",
     "WorkerSettings",
@@ -51,101 +58,10 @@ LATEST: Final = "latest"
 """The value of model_version for the version in production, else the highest one under the models root."""
 METRICS_PORT: Final = 9464
 """The metrics port of device 0; device N has METRICS_PORT + N."""
-_LEAST_DISK_BYTES: Final = 4 << 20
 
 PrivacyMode = Literal["ephemeral", "hashes_only", "persisted_encrypted"]
 PrivacyDetector = Literal["payment_card", "email", "ssn"]
 _STRICTNESS: Final[dict[PrivacyMode, int]] = {"ephemeral": 0, "persisted_encrypted": 1, "hashes_only": 2}
-
-
-def _redis_url(url: str) -> str:
-    if url:
-        try:
-            parse_broker_url(url)
-        except ConfigurationError as problem:
-            raise ValueError(str(problem)) from None
-    return url
-
-
-def _disk_bytes(nbytes: int) -> int:
-    if nbytes and nbytes < _LEAST_DISK_BYTES:
-        raise ValueError(f"expected 0, or at least {_LEAST_DISK_BYTES} bytes")
-    return nbytes
-
-
-def _increasing(edges: tuple[float, ...]) -> tuple[float, ...]:
-    if not edges or edges[0] <= 0 or any(low >= high for low, high in pairwise(edges)):
-        raise ValueError("expected positive numbers of seconds in increasing order, such as 0.01,0.1,1")
-    return edges
-
-
-def _pattern(pattern: str) -> str:
-    try:
-        compile_pattern(pattern)
-    except ConfigurationError as problem:
-        raise ValueError(f"expected a regular expression of RE2: {problem}") from None
-    return pattern
-
-
-def _webhook_url(url: str) -> str:
-    try:
-        return checked_url(url)
-    except InvalidInput as problem:
-        raise ValueError(str(problem)) from None
-
-
-def _header_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9-]*", name):
-        raise ValueError("expected the name of a header, such as x-real-ip")
-    return name.lower()
-
-
-def _route_rate(text: str) -> str:
-    if not re.fullmatch(r"/[^=\s]*=[1-9]\d{0,8}", text):
-        raise ValueError("expected PATH=REQUESTS a minute, such as /v1/jobs=100")
-    return text
-
-
-def _model(name: str) -> str:
-    return parse_name("model", name)
-
-
-def _device(name: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
-        raise ValueError("expected auto, cpu, cuda or cuda:N")
-    return name
-
-
-def _key_label(label: str) -> str:
-    # The key file separates labels by colons, and begins a comment with a number sign.
-    if not re.fullmatch(r"[^\s:#]+", label):
-        raise ValueError("expected the label of a key, without spaces, : and #")
-    return label
-
-
-def _folder(path: Path) -> Path:
-    try:
-        return path.expanduser()
-    except RuntimeError:
-        raise ValueError("expected a folder; its ~ names an unknown user") from None
-
-
-RedisUrl = Annotated[str, AfterValidator(_redis_url)]
-Folder = Annotated[Path, AfterValidator(_folder)]
-Regex = Annotated[str, AfterValidator(_pattern)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True, allow_inf_nan=False
-    )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _refuse_booleans_as_numbers(cls, value: object, info: ValidationInfo) -> object:
-        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
-            raise ValueError("expected something other than a boolean")
-        return value
 
 
 class BatchingConfig(Section):
@@ -206,9 +122,7 @@ class CacheConfig(Section):
         default=Path("~/.penstock/inference_cache/cache.db"),
         description="File of the cache on disk, which the workers of this machine share; follows `home`",
     )
-    l2_max_bytes: Annotated[int, AfterValidator(_disk_bytes)] = Field(
-        default=1 << 30, description="Bytes on disk, 4 MiB or more; 0: none on disk"
-    )
+    l2_max_bytes: DiskBytes = Field(default=1 << 30, description="Bytes on disk, 4 MiB or more; 0: none on disk")
     ttl_seconds: float = Field(default=86_400.0, gt=0, description="Lifetime of an entry in every tier")
     lookup_timeout_ms: float = Field(
         default=50.0, gt=0, description="After this wait for the tiers on disk and in Redis a job runs instead"
@@ -278,7 +192,7 @@ class PrivacyConfig(Section):
     )
     pkcs11_module: Folder | None = Field(default=None, description="The PKCS#11 library of the HSM")
     pkcs11_token: str = Field(default="", description="Label of the token in the HSM; its PIN is PENSTOCK_PKCS11_PIN")
-    pkcs11_key: Annotated[str, AfterValidator(_key_label)] = Field(
+    pkcs11_key: KeyLabel = Field(
         default="penstock", description="Label of the AES key in the token that wraps new data keys"
     )
 
@@ -358,7 +272,7 @@ class ServerConfig(Section):
         default="auto",
         description="Ask callers for an API key; auto: once a key exists, and wherever host is not the loopback",
     )
-    address_header: Annotated[str, AfterValidator(_header_name)] = Field(
+    address_header: HeaderName = Field(
         default="",
         description="Header in which a trusted proxy names the address of the caller, such as x-real-ip; empty: the "
         "connection's",
@@ -419,7 +333,7 @@ class RateLimitConfig(Section):
     )
     tenant_requests_per_minute: int = Field(default=0, ge=0, description="Rate of a tenant; 0: no limit")
     address_requests_per_minute: int = Field(default=0, ge=0, description="Rate of an address; 0: no limit")
-    routes: tuple[Annotated[str, AfterValidator(_route_rate)], ...] = Field(
+    routes: tuple[RouteRate, ...] = Field(
         default=(), description="Rates of single routes for each caller: PATH=REQUESTS a minute, as in /v1/jobs=100"
     )
 
@@ -472,7 +386,7 @@ class SafetyConfig(Section):
         description="Share of the batches that an optimized form answered that the model as built runs again, on a "
         "thread beside the traffic and in at most this share of its time; 0: none",
     )
-    alert_webhooks: tuple[Annotated[str, AfterValidator(_webhook_url)], ...] = Field(
+    alert_webhooks: tuple[WebhookUrl, ...] = Field(
         default=(),
         repr=False,
         description="URLs that get each safety alert as a signed webhook; they may hold secrets",
@@ -545,6 +459,30 @@ class OpenTelemetryConfig(Section):
     metrics: bool = Field(default=False, description="The metrics of /metrics, sent by OTLP; needs the extra otel")
 
 
+class CostConfig(Section):
+    """Estimates of cost. No price is built in: prices differ by provider and by day."""
+
+    hourly_rate: float | None = Field(
+        default=None,
+        gt=0,
+        description="Price of one hour of a worker's device; unset: that of its name in hourly_rates",
+    )
+    gpu_name: str = Field(
+        default="", description="The device's name in hourly_rates; empty: as nvidia-smi lists it, or cpu"
+    )
+    hourly_rates: tuple[HourlyRate, ...] = Field(
+        default=(), description="NAME=PRICE of one hour for each device; without any price costs are not estimated"
+    )
+    currency: Currency = Field(
+        default="USD", description="Currency of the prices, by its code of ISO 4217; nothing is converted"
+    )
+
+    @property
+    def rates_by_name(self) -> dict[str, float]:
+        """The prices of one hour by the name of the device."""
+        return {name: float(price) for name, _, price in (rate.rpartition("=") for rate in self.hourly_rates)}
+
+
 class InferenceConfig(Section):
     """How models are served: `PENSTOCK_INFERENCE_*`, one section per concern."""
 
@@ -558,7 +496,7 @@ class InferenceConfig(Section):
         description="Hosts, addresses and networks of servers that packages may name as generate.runtime_url; the "
         "loopback needs no entry",
     )
-    device: Annotated[str, AfterValidator(_device)] = Field(default="auto", description="auto, cpu, cuda or cuda:N")
+    device: DeviceName = Field(default="auto", description="auto, cpu, cuda or cuda:N")
     repo_root: Folder = Field(default=Path("models"), description="The models root: <name>/<version>/model.yaml")
     model_version: str = Field(
         default=LATEST, min_length=1, description="Version served; latest: the one in production, else the highest"
@@ -576,7 +514,7 @@ class InferenceConfig(Section):
     timeout_seconds: float = Field(default=30.0, gt=0, description="Time-out of one forward")
     max_request_size_mb: int = Field(default=10, ge=1, le=10, description="Largest request, in MiB")
     uvicorn_access_log: bool = Field(default=False, description="One line per HTTP request")
-    metrics_buckets: Annotated[tuple[float, ...], AfterValidator(_increasing)] = Field(
+    metrics_buckets: Edges = Field(
         default=(0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28),
         description="Upper edges of infer_latency_seconds, in seconds",
     )
@@ -598,6 +536,7 @@ class InferenceConfig(Section):
     webhooks: WebhooksConfig = WebhooksConfig()
     safety: SafetyConfig = SafetyConfig()
     open_telemetry: OpenTelemetryConfig = OpenTelemetryConfig()
+    cost: CostConfig = CostConfig()
 
     @property
     def progress_limit_s(self) -> float:
@@ -652,7 +591,7 @@ class WorkerSettings(Section):
     """The settings of one worker process, from its supervisor."""
 
     index: int | None = Field(default=None, ge=0, description="Device index; unset: the first that is free")
-    models: tuple[Annotated[str, AfterValidator(_model)], ...] = Field(default=(), description="Models; empty: all")
+    models: tuple[ModelName, ...] = Field(default=(), description="Models; empty: all")
     heartbeat_fd: int | None = Field(default=None, ge=0, description="Pipe on which the supervisor reads heartbeats")
     metrics_host: str = Field(
         default="127.0.0.1", min_length=1, description="Address of metrics; other than loopback only with a bearer file"

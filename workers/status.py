@@ -181,7 +181,10 @@ class StatusReporter:
         """The figures of the engines that generate text, with the predicted wait; they are metrics, too."""
         engines = []
         for version in tuple(self._lifecycle.table.turns):
-            if (figures := version.generation_figures()) is None:
+            figures = version.generation_figures()
+            if version.spec.format == "generate" and not version.shares_model:
+                self._metrics.engine_ran(version.name, version.label, None if figures is None else figures.compute_s)
+            if figures is None:
                 continue
             queues = depths.get(version.name, ())
             running = sum(depth.running for depth in queues)
@@ -212,6 +215,8 @@ class StatusReporter:
             "keys": self._identity.keyring.names,
             "started": self._started_at,
             "load": self._metrics.totals(),
+            "at": time.time(),
+            "costs": self._metrics.costs(),
             "cache": self._answers.as_data(),
             "levels": self._tuner.report(),
             "engines": engines,

@@ -104,6 +104,7 @@ from penstock.workers.levels.decision_log import DecisionLog
 from penstock.workers.levels.engine_decisions import EngineDecisions
 from penstock.workers.levels.optimizer import InferenceOptimizer
 from penstock.workers.levels.stopped_arms import tell_arm_stopped
+from penstock.workers.observe.cost import CostEstimator, CostLedger
 from penstock.workers.observe.metrics import InferenceMetrics
 from penstock.workers.observe.probe import Probe
 from penstock.workers.process import heartbeat
@@ -380,7 +381,7 @@ class _DrainReadiness:
 
 
 def _open_parts(settings: Settings, device: Pin, celery: CeleryParts, closing: ExitStack) -> _Parts:
-    verify, metrics = _verifier(settings), InferenceMetrics(settings.inference.metrics_buckets)
+    verify, metrics = _verifier(settings), _open_metrics(settings, device)
     metrics.ready(False)
     # Closed at last: the drain's last jobs have spans, too.
     closing.enter_context(exported_spans(settings.inference.open_telemetry, _SERVICE, celery.hostname))
@@ -424,6 +425,12 @@ def _open_parts(settings: Settings, device: Pin, celery: CeleryParts, closing: E
     closing.enter_context(_task_endpoint(celery.task, ingress))
     closing.enter_context(_remote_control(settings, drain, celery, CommandVerifier(verify, celery.hostname), commands))
     return _Parts(drain, celery.listener, forwarder, optimizer, reconciler, streams, AuditThread(log, accesses))
+
+
+def _open_metrics(settings: Settings, device: Pin) -> InferenceMetrics:
+    """Raises ConfigurationError where costs are to be estimated, and this device has no rate."""
+    estimator = CostEstimator.of(settings.inference.cost, device.gpu_name or device.device)
+    return InferenceMetrics(settings.inference.metrics_buckets, CostLedger(estimator) if estimator else None)
 
 
 def _open_drain(

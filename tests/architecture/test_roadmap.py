@@ -27,7 +27,7 @@ APACHE_2 = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
         ("AWQ and GPTQ", "not done"),
         ("Ray Serve", "not done"),
         ("OpenTelemetry", "done"),
-        ("estimates of cost", "not done"),
+        ("estimates of cost", "done"),
     ],
 )
 def test_roadmap_tells_done_from_not_done(asked: str, state: str):

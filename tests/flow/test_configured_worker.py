@@ -77,6 +77,11 @@ def test_settings_of_the_folder_reach_the_worker(
             "penstock: Unknown model 'triple'. It has no package. Expected a package under the models root",
         ),
         (
+            {"PENSTOCK_INFERENCE_COST_GPU_NAME": "H100", "PENSTOCK_INFERENCE_COST_HOURLY_RATES": "L4=0.8,A100=3.6"},
+            "penstock: There is no hourly rate for the device 'H100'. Expected cost.hourly_rate, or one of the names "
+            "in cost.hourly_rates: A100, L4",
+        ),
+        (
             {"PENSTOCK_HEARTBEAT_FD": "99"},
             "penstock: PENSTOCK_HEARTBEAT_FD=99 is not an open pipe. A supervisor sets it: leave it unset otherwise",
         ),
@@ -92,7 +97,7 @@ def test_settings_of_the_folder_reach_the_worker(
             "bytes as 64 hex digits or as base64; `penstock keys generate` makes such a key",
         ),
     ],
-    ids=["misspelt setting", "missing package", "no supervisor", "missing data key", "short data key"],
+    ids=["misspelt setting", "missing package", "no rate", "no supervisor", "missing data key", "short data key"],
 )
 def test_worker_that_cannot_work_says_so_in_one_line(
     environment: dict[str, str], line: str, shared_redis: RedisServer, models_root: Path, start_worker: StartWorker

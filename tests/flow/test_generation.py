@@ -77,7 +77,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 @pytest.fixture(scope="module")
 def worker(stage: Stage) -> Iterator[WorkerProcess]:
-    worker = stage.worker("shared")
+    worker = stage.worker("shared", PENSTOCK_INFERENCE_COST_HOURLY_RATE="3.6")
     yield worker
     worker.stop()
 
@@ -311,6 +311,14 @@ def test_figures_of_the_engine_are_on_the_metrics_page(client: Client, worker: W
     steps = samples.total("penstock_generation_steps_total", model_name="writer")
     assert steps <= samples.total("penstock_generation_rows_total", model_name="writer") <= 4 * steps
     assert samples.total("penstock_generation_predicted_wait_seconds", model_name="writer") == 0
+
+    def is_priced() -> bool:
+        """Texts share steps: the engine's seconds cost, and not those of each text."""
+        (engine,) = [each for each in worker.report()["engines"] if each["model"] == "writer"]
+        cost = Samples(worker).of("penstock_cost_total", model_name="writer", model_version="1")
+        return engine["compute_s"] > 0 and cost == {("",): pytest.approx(engine["compute_s"] / 1000)}
+
+    wait_until(is_priced, PATIENCE_S, "the costs of the engine")
 
 
 def test_tenants_share_no_prefix(client: Client):

@@ -34,6 +34,7 @@ FORMS = "workers/levels/test_form_breakers.py"
 DRIFT = "workers/shadow/test_drift.py"
 CONFIGURED = "flow/test_configured_worker.py"
 OPENING = "workers/cache/test_opening.py"
+COST = "workers/observe/test_cost.py"
 
 OF_THE_CHECKS = {"privacy.accept_shared_cache"}
 """Read by the checks at the start of a worker only: that is their whole effect."""
@@ -189,6 +190,10 @@ PROOFS = {
     "safety.drift_width": f"{DRIFT}::test_the_width_of_the_control_limit_is_that_of_the_settings",
     "safety.drift_reference_size": f"{DRIFT}::test_the_reference_window_is_that_of_the_settings",
     "safety.drift_adwin_delta": f"{DRIFT}::test_adwin_of_the_settings_finds_a_small_change",
+    "cost.hourly_rate": f"{COST}::test_rate_is_that_of_the_settings",
+    "cost.gpu_name": f"{COST}::test_rate_is_that_of_the_settings",
+    "cost.hourly_rates": f"{COST}::test_rate_is_that_of_the_settings",
+    "cost.currency": f"{COST}::test_rate_is_that_of_the_settings",
     "safety.alert_webhooks": "safety/test_alert_hooks.py::test_each_hook_hears_of_each_alert_once",
     "redis_url": "registry/test_stack_file.py::test_an_explicit_url_wins_over_the_running_stack",
     "celery_url": "flow/test_celery.py::test_the_drain_does_not_depend_on_celerys_broker",

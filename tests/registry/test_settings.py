@@ -154,6 +154,10 @@ OTHER_INFERENCE_KEYS = {
     "safety.drift_width": 5.5,
     "safety.drift_reference_size": 200,
     "safety.drift_adwin_delta": 0.0,
+    "cost.hourly_rate": None,
+    "cost.gpu_name": "",
+    "cost.hourly_rates": (),
+    "cost.currency": "USD",
 }
 OTHER_VARIABLES = {
     "PENSTOCK_REDIS_URL",
@@ -214,6 +218,9 @@ WALKS: dict[str, list[object]] = {
     "server.allowed_hosts": [["a.example"], ["b.example", "*"], ["c"], ["d"]],
     "runtime_hosts": [["10.0.0.0/8"], ["a.internal", "b"], ["c"], ["d"]],
     "webhooks.allow": [["10.0.0.0/8"], ["a.internal", "b"], ["c"], ["d"]],
+    "cost.hourly_rate": [0.5, 1.5, 2.5, 3.5],
+    "cost.hourly_rates": [["L4=0.8"], ["NVIDIA H200=4", "A100_80GB=2.5"], ["L4=1"], ["L4=2"]],
+    "cost.currency": ["EUR", "GBP", "CHF", "JPY"],
     "trusted_roots": [["/r1"], ["/r2", "/r3"], ["/r4"], ["/r5"]],
     "worker.models": [["m1"], ["m2", "m3"], ["m4"], ["m5"]],
     "worker.index": [1, 2, 3, 4],

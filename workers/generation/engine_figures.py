@@ -30,6 +30,7 @@ def figures_of(stats: EngineStats, seats: int) -> GenerationFigures:
         drafted=stats.draft_tokens,
         drafts_accepted=stats.draft_tokens_accepted,
         seats=seats,
+        compute_s=0.0,
         step_s=None,
         seat_s=None,
         text_s=None,

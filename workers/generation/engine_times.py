@@ -46,6 +46,8 @@ class EngineTimes:
     def __init__(self, config: SchedulerConfig) -> None:
         self.measured = Measured()
         """At most a quarter of a second old while the engine computes."""
+        self.compute_s = 0.0
+        """Of all steps."""
         self._config: Final = config
         self._first_token_s: Final[deque[float]] = deque(maxlen=_MOST_TIMES)
         self._inter_token_s: Final[deque[float]] = deque(maxlen=_MOST_TIMES)
@@ -60,6 +62,7 @@ class EngineTimes:
     def stepped(self, seconds: float) -> None:
         """A step has ended."""
         self._step_s.append(seconds)
+        self.compute_s += seconds
 
     def first_token(self, seconds: float) -> None:
         """The first token of a text was handed over so long after its beginning."""

@@ -169,6 +169,7 @@ class EngineRunner:
         first_token_s, inter_token_s = self._times.take()
         return msgspec.structs.replace(
             figures_of(stats, self.engine.config.scheduler.max_num_seqs),
+            compute_s=self._times.compute_s,
             step_s=measured.step_s,
             seat_s=measured.seat_s,
             text_s=measured.text_s,

@@ -18,6 +18,7 @@ from penstock.workers.levels.decision_log import DecisionKey, DecisionLog
 from penstock.workers.levels.progression import THRESHOLDS, Decision
 from penstock.workers.levels.trials import Trial
 from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.runtime.forms import EAGER, Tunable
 
 __all__ = ["Audit", "DecisionRecorder"]
 
@@ -71,8 +72,12 @@ class DecisionRecorder:
         return decision
 
     def show_level(self, version: AttachedVersion) -> None:
-        """Sets the metric."""
-        self._metrics.level(version.key.model, version.key.version, "", version.level_state.level)
+        """Sets the metrics."""
+        key, level_state = version.key, version.level_state
+        self._metrics.level(key.model, key.version, "", level_state.level)
+        if isinstance(version.runtime, Tunable):
+            form = "" if level_state.form == EAGER else level_state.form
+            self._metrics.form(key.model, key.version, form, level_state.form_gain)
 
     def _gate_of(self, version: AttachedVersion) -> SafetyOrchestrator:
         return SafetyOrchestrator(partial(self._record, version))

@@ -26,6 +26,8 @@ class EngineDecisions:
         self._audit = audit
         self._metrics = metrics
         self._run = run
+        self._on: dict[tuple[str, str], set[str]] = {}
+        """What is on in each engine, by (model, version)."""
 
     def __call__(self, gate: GateDecision) -> None:
         """Records a decision. Raises what the audit raises: then it must not take effect."""
@@ -46,7 +48,18 @@ class EngineDecisions:
             }
         )
         self._count(gate)
+        self._note_form(gate)
         log_decision(gate)
+
+    def _note_form(self, gate: GateDecision) -> None:
+        """Each gain is of one part of a step: nobody has measured the engine without all that is on."""
+        key = gate.subject.model, gate.subject.version
+        found = self._on.setdefault(key, set())
+        if gate.accepted:
+            found.add(gate.optimization)
+        else:
+            found.discard(gate.optimization)
+        self._metrics.form(*key, "+".join(sorted(found)), None if found else 1.0)
 
     def _count(self, gate: GateDecision) -> None:
         model, version = gate.subject.model, gate.subject.version

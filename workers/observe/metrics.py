@@ -21,6 +21,7 @@ import numpy.typing as npt
 from penstock.registry import metrics as table
 from penstock.registry.broker.webhooks import WebhookCounts
 from penstock.registry.metrics import Metric
+from penstock.workers.observe.cost import Computed, CostLedger
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family
@@ -74,7 +75,8 @@ class BatchStats(msgspec.Struct, frozen=True, gc=False):
 
 class GenerationFigures(msgspec.Struct, frozen=True, gc=False):
     """What an engine has counted since it was loaded, and its present state. first_token_s, inter_token_s: the times
-    since the last report. step_s: of late; seat_s, text_s: see predicted_wait; None: not known yet."""
+    since the last report. compute_s: of all steps. step_s: of late; seat_s, text_s: see predicted_wait; None: not known
+    yet."""
 
     waiting: int
     running: int
@@ -92,6 +94,7 @@ class GenerationFigures(msgspec.Struct, frozen=True, gc=False):
     drafted: int
     drafts_accepted: int
     seats: int
+    compute_s: float
     step_s: float | None
     seat_s: float | None
     text_s: float | None
@@ -209,11 +212,13 @@ class _Series:
 class InferenceMetrics(Collector):
     """The counters, gauges and histograms of one worker, for Prometheus and for `penstock status`.
 
-    Any thread may call it. `buckets` are the upper edges of infer_latency_seconds, in seconds, increasing.
+    Any thread may call it. `buckets` are the upper edges of infer_latency_seconds, in seconds, increasing. costs: None
+    where the device has no rate.
     """
 
-    def __init__(self, buckets: Sequence[float]) -> None:
+    def __init__(self, buckets: Sequence[float], costs: CostLedger | None = None) -> None:
         self._buckets: Final = tuple(buckets)
+        self._costs: Final = costs
         self._lock: Final = threading.Lock()
         self._series: Final[dict[Labels, _Series]] = {}
         self._traced: Final[dict[str, dict[int, _Traced]]] = {}
@@ -282,6 +287,25 @@ class InferenceMetrics(Collector):
             for (model, *_), hits in self._values[table.CACHE_HITS.name].items():
                 totals.setdefault(model, dict.fromkeys(_TOTALS, 0.0))["cached"] += hits
         return totals
+
+    def form(self, model: str, version: str, form: str, gain: float | None) -> None:
+        """Note the form in which a version runs from now on. form, gain: see FormCost."""
+        if self._costs is not None:
+            with self._lock:
+                self._costs.change(model, version, form, gain, self._computed())
+
+    def engine_ran(self, model: str, version: str, compute_s: float | None) -> None:
+        """Set the seconds of all steps of a version's engine since it was loaded; None: no engine is loaded here."""
+        if self._costs is not None:
+            with self._lock:
+                self._costs.engine_ran(model, version, compute_s)
+
+    def costs(self) -> dict[str, Any] | None:
+        """The costs since the process began; see CostLedger.as_report. None without a rate."""
+        if self._costs is None:
+            return None
+        with self._lock:
+            return self._costs.as_report(self._computed())
 
     def padding(self, model: str, version: str, endpoint: str, ratio: float) -> None:
         """Report the share of one batch's tokens that was padding, 0 to 1."""
@@ -466,6 +490,8 @@ class InferenceMetrics(Collector):
         """Return every metric of the table, for a prometheus_client registry. Counters and buckets are cumulative."""
         with self._lock:
             self._fold()
+            if self._costs is not None:
+                self._values.update(self._costs.values(self._computed()))
             families = [self._family(metric) for metric in table.METRICS]
         return iter(families)
 
@@ -522,6 +548,13 @@ class InferenceMetrics(Collector):
         for labels, value in self._values[metric.name].items():
             family.add_metric(labels, value)
         return family
+
+    def _computed(self) -> list[Computed]:
+        self._fold()
+        return [
+            Computed(labels, int(series.queue.counts.sum()), series.compute.total)
+            for labels, series in self._series.items()
+        ]
 
     def _with_exemplars(self, metric: Metric, labels: Labels, buckets: list[_Bucket]) -> list[Any]:
         from prometheus_client.samples import Exemplar

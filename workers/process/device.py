@@ -48,16 +48,20 @@ _QUERY_TIMEOUT_S: Final = 30.0
 _TURN_S: Final = 20.0
 _LOOK_AGAIN_S: Final = 0.02
 _CPU_LIMIT: Final = Path("/sys/fs/cgroup/cpu.max")
-_GPU_LINE: Final = re.compile(r"GPU \d+: .*\(UUID: (GPU-[^)]+)\)")
-_SLICE_LINE: Final = re.compile(r"\s+MIG .*\(UUID: (MIG-[^)]+)\)")
+_GPU_LINE: Final = re.compile(r"GPU \d+: (.*?) *\(UUID: (GPU-[^)]+)\)")
+_SLICE_LINE: Final = re.compile(r"\s+(MIG \S+) .*\(UUID: (MIG-[^)]+)\)")
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU of this machine, or a MIG slice of one: its position in nvidia-smi's list, and its permanent id."""
+    """A GPU of this machine, or a MIG slice of one: its position in nvidia-smi's list, and its permanent id.
+
+    name: as CUDA has it, such as `NVIDIA H200`, or `NVIDIA H200 MIG 3g.71gb` for a slice.
+    """
 
     index: int
     uuid: str
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +69,13 @@ class Pin:
     """The device of this process. `device` is its name for frameworks: `cpu`, or `cuda:0`, the only visible GPU.
 
     `index` numbers the workers of a machine, for their names and metrics ports. `lock` is the descriptor of the lock.
+    `gpu_name` is empty on a CPU; see Gpu.
     """
 
     device: str
     index: int
     lock: int
+    gpu_name: str = ""
 
     @property
     def name(self) -> str:
@@ -105,7 +111,7 @@ def pin(
             environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
             # Batches of all sizes: torch's segments that cannot grow leave memory in pieces that fit none of them.
             environ.setdefault(_ALLOCATOR, "expandable_segments:True")
-            return Pin("cuda:0", gpu.index if index is None else index, lock)
+            return Pin("cuda:0", gpu.index if index is None else index, lock, gpu.name)
     taken = ", ".join(f"gpu{gpu.index}" for gpu in requested_gpus(device, gpus))
     raise ConfigurationError(f"Another worker runs on {taken} already. Expected one worker per GPU")
 
@@ -125,23 +131,25 @@ def visible_gpus(environ: Mapping[str, str]) -> list[Gpu]:
 
 def parse_listing(text: str) -> list[Gpu]:
     """The GPUs in the output of `nvidia-smi -L`; one that is cut into MIG slices is listed as its slices."""
-    uuids: list[str] = []
+    found: list[tuple[str, str]] = []
+    whole = ""
     for line in text.splitlines():
         if gpu := _GPU_LINE.match(line):
-            uuids.append(gpu[1])
+            whole = gpu[1]
+            found.append((gpu[2], whole))
         elif part := _SLICE_LINE.match(line):
-            if uuids and uuids[-1].startswith("GPU-"):
-                uuids.pop()
-            uuids.append(part[1])
-    return [Gpu(index, uuid) for index, uuid in enumerate(uuids)]
+            if found and found[-1][0].startswith("GPU-"):
+                found.pop()
+            found.append((part[2], f"{whole} {part[1]}"))
+    return [Gpu(index, uuid, name) for index, (uuid, name) in enumerate(found)]
 
 
 def select_visible(gpus: Sequence[Gpu], visible: str | None) -> list[Gpu]:
     """The GPUs that CUDA_VISIBLE_DEVICES=`visible` permits (None: unset). Its entries are numbers or the beginnings of
     ids. As in CUDA, the first entry that matches no GPU ends the list.
 
-    >>> select_visible([Gpu(0, "GPU-a"), Gpu(1, "GPU-b"), Gpu(2, "GPU-c")], "2,GPU-a,7,1")
-    [Gpu(index=2, uuid='GPU-c'), Gpu(index=0, uuid='GPU-a')]
+    >>> [gpu.index for gpu in select_visible([Gpu(0, "GPU-a"), Gpu(1, "GPU-b"), Gpu(2, "GPU-c")], "2,GPU-a,7,1")]
+    [2, 0]
     """
     if visible is None:
         return list(gpus)

@@ -126,13 +126,14 @@ def test_an_engine_keeps_its_prediction(waiting: int):
 
 
 def test_an_idle_engine_has_a_seat_at_once():
-    """The time of a step and of a usual text are known from what ended."""
+    """The time of a step and of a usual text are known from what ended, and so is that of all steps."""
     played = Played()
     played.add("first")
     while played.open:
         played.step()
     measured = played.times.measured
     assert (measured.seat_s, measured.step_s, measured.text_s) == (0.0, STEP_S, STEP_S * GREEDY.max_tokens)
+    assert played.times.compute_s == pytest.approx(played.now)
 
 
 def test_lengths_of_late_are_expected_of_later_texts():

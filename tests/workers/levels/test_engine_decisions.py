@@ -12,6 +12,7 @@ from penstock.safety.orchestrator import GateEvidence, SafetyOrchestrator, State
 from penstock.workers.generation.acceleration_gate import AccelerationGate
 from penstock.workers.levels.decision_audit import audit_decision
 from penstock.workers.levels.engine_decisions import EngineDecisions
+from penstock.workers.observe.cost import CostEstimator, CostLedger
 from penstock.workers.observe.metrics import InferenceMetrics
 from tests.safety.audits import KEY
 
@@ -73,3 +74,25 @@ def test_nothing_is_on_without_a_record(caplog: pytest.LogCaptureFixture):
     gate.switched_off("packed-linears", "it failed")
     assert counted(metrics, "penstock_gate_verdicts", "verdict") == {}
     assert [each.message for each in caplog.records] == ["a decision could not be recorded"] * 2
+
+
+def test_an_engine_with_an_acceleration_has_no_baseline():
+    """AR-097: gains are of parts of a step, so the cost without them is not known, until all of them are off."""
+    metrics = InferenceMetrics((0.1,), CostLedger(CostEstimator(hourly_rate=3.6)))
+    gate = AccelerationGate(SafetyOrchestrator(EngineDecisions(lambda _: None, metrics, "run-1")), WRITER)
+
+    def form() -> tuple[str, float | None]:
+        metrics.engine_ran("writer", "3", 1.0)
+        (entry,) = (metrics.costs() or {})["entries"]
+        return entry["in_form"]["form"], entry["in_form"]["gain"]
+
+    gate.stays_off("attention-kernel", "attention", "sdpa")
+    assert not gate.accepts("packed-linears", GateEvidence(gain=0.9, min_gain=1.03), "packed_linears", "auto")
+    assert form() == ("", 1.0)
+    for name in ("joined-linears", "cuda-graphs"):
+        assert gate.accepts(name, GateEvidence(figures={"rows": 2}), "an_option", "auto")
+    assert form() == ("cuda-graphs+joined-linears", None)
+    gate.switched_off("cuda-graphs", "it failed")
+    assert form() == ("joined-linears", None)
+    gate.switched_off("joined-linears", "it failed")
+    assert form() == ("", 1.0)

@@ -27,7 +27,8 @@ from penstock.workers.levels.decision_log import DecisionKey, DecisionLog
 from penstock.workers.levels.optimizer import InferenceOptimizer
 from penstock.workers.levels.profiler import Profiler
 from penstock.workers.levels.progression import Decision, LevelState, StepReadiness
-from penstock.workers.observe.metrics import InferenceMetrics
+from penstock.workers.observe.cost import CostEstimator, CostLedger
+from penstock.workers.observe.metrics import BatchStats, InferenceMetrics
 from penstock.workers.runtime.base import Prepared
 from penstock.workers.runtime.compilable import CompilationRefused
 from tests.servers import wait_until
@@ -67,7 +68,7 @@ class OptimizerHarness:
     content_hash: str = "ab" * 32
 
     def __post_init__(self) -> None:
-        self.metrics = InferenceMetrics((1.0,))
+        self.metrics = InferenceMetrics((1.0,), CostLedger(CostEstimator(hourly_rate=3.6)))
         self.optimizer = InferenceOptimizer(
             self.config,
             home=self.home,
@@ -786,3 +787,26 @@ def test_an_archive_that_cannot_be_reached_stops_nothing(tmp_path: Path, caplog:
     harness.settle()
     assert harness.runtime.forms.name == "compiled"
     assert [record.message for record in caplog.records].count("reference samples could not be stored or read") <= 3
+
+
+def _cost_by_form(harness: OptimizerHarness) -> dict[str, float]:
+    """What 1,000 jobs cost since the last change of form: one batch of 100 jobs that takes 2 s, at 0.001 a second."""
+    none = [0.0] * 100
+    stats = BatchStats("rotation", "1", "queue", 100, 100, none, none, 2.0, 0.0, none)
+    harness.metrics.batch(stats)
+    (family,) = [each for each in harness.metrics.collect() if each.name == "penstock_cost_per_1000_requests"]
+    return {sample.labels["form"]: sample.value for sample in family.samples}
+
+
+def test_costs_follow_the_gains_that_the_gate_measured(make_harness: MakeHarness):
+    """AR-097: the baseline is the price of the same jobs as built, by the product of the gains of the forms in use."""
+    harness = make_harness({"prepacked": GOOD, "bf16": REDUCED}, max_level=3)
+    assert _cost_by_form(harness) == {"baseline": pytest.approx(0.02)}
+    harness.serve(61)
+    harness.settle()
+    gains = [harness.step(name)["gain"] for name in ("prepacked", "bf16")]
+    assert (harness.entry["form"], gains) == ("bf16", [2.0, 2.0])
+    assert _cost_by_form(harness) == {"baseline": pytest.approx(0.08), "optimized": pytest.approx(0.02)}
+    harness.runtime.forms.on_fallback("bf16", "it raised")
+    assert harness.entry["form"] == "eager"
+    assert _cost_by_form(harness) == {"baseline": pytest.approx(0.02)}

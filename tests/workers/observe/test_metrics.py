@@ -18,6 +18,7 @@ from prometheus_client.samples import Sample
 
 from penstock.registry.broker.webhooks import WebhookCounts
 from penstock.registry.metrics import METRICS
+from penstock.workers.observe.cost import CostEstimator, CostLedger
 from penstock.workers.observe.metrics import BatchStats, GenerationFigures, InferenceMetrics
 
 BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28)
@@ -39,6 +40,7 @@ FIGURES = GenerationFigures(
     drafted=12,
     drafts_accepted=11,
     seats=4,
+    compute_s=0.2,
     step_s=0.01,
     seat_s=0.5,
     text_s=2.0,
@@ -104,8 +106,14 @@ def buckets_of(samples: Iterable[Sample], name: str) -> dict[str, float]:
     return {each.labels["le"]: each.value for each in samples if each.name == f"{name}_bucket"}
 
 
-def test_parser_sees_the_whole_table(metrics: InferenceMetrics):
+def priced() -> InferenceMetrics:
+    """Metrics of a device that costs 3.6 an hour: 0.001 a second."""
+    return InferenceMetrics(BUCKETS, CostLedger(CostEstimator(hourly_rate=3.6)))
+
+
+def test_parser_sees_the_whole_table():
     """Counters, gauges and histograms appear under the table's names and kinds, each sample with its labels."""
+    metrics = priced()
     report(metrics, [0.1, 0.2])
     metrics.padding("mlp", "1", "queue", 0.25)
     metrics.requests("mlp", "queue")
@@ -411,3 +419,57 @@ def test_the_sums_of_jobs_and_their_waits_are_of_the_same_jobs(metrics: Inferenc
     metrics.cache_lookups("mlp", "1", "queue", "l1", is_hit=True, count=3)
     sums = metrics.totals()["mlp"]
     assert (sums["jobs"], sums["queue_s"], sums["batches"], sums["cached"]) == (5, 1.25, 1, 3)
+
+
+def test_costs_are_those_of_the_compute_seconds():
+    """AR-097, CF-064: at each scrape, with the labels of a model, which are escaped; two values for an optimized one.
+
+    Jobs of before the change of form count in the sum, and not in the price of 1,000 jobs.
+    """
+    metrics, model = priced(), 'a"b\nc'
+    metrics.batch(stats([9.0] * 4, model=model, batch_s=5.0))
+    assert sample(metrics, "penstock_cost_total", model_name=model) == pytest.approx(0.005)
+    metrics.form(model, "1", "int8", 4.0)
+    metrics.batch(stats([9.0] * 8, model=model, batch_s=2.0))
+    labels = {"model_name": model, "model_version": "1", "endpoint": "queue"}
+    assert sample(metrics, "penstock_cost_total", **labels) == pytest.approx(0.007)
+    cost = {
+        form: sample(metrics, "penstock_cost_per_1000_requests", form=form, **labels)
+        for form in ("baseline", "optimized")
+    }
+    assert cost == {"baseline": pytest.approx(4 * 0.25), "optimized": pytest.approx(0.25)}
+    metrics.form(model, "1", "", 1.0)
+    metrics.batch(stats([9.0] * 2, model=model, batch_s=1.0))
+    assert sample(metrics, "penstock_cost_per_1000_requests", **labels) == pytest.approx(0.5), "a baseline alone"
+
+
+def test_the_report_has_the_costs_of_the_page():
+    """`penstock cost` reads it."""
+    metrics = priced()
+    metrics.form("mlp", "1", "int8", 4.0)
+    report(metrics, [2.0, 2.0])
+    assert metrics.costs() == {
+        "currency": "USD",
+        "hourly_rate": 3.6,
+        "gpu_name": "",
+        "entries": [
+            {
+                "model": "mlp",
+                "version": "1",
+                "endpoint": "queue",
+                "jobs": 2,
+                "compute_s": 2.0,
+                "cost": pytest.approx(0.002),
+                "in_form": {"jobs": 2, "cost": pytest.approx(0.002), "form": "int8", "gain": 4.0},
+            }
+        ],
+    }
+
+
+def test_without_a_rate_there_are_no_costs(metrics: InferenceMetrics):
+    """The default: an estimate with an invented price would mislead."""
+    metrics.form("mlp", "1", "int8", 4.0)
+    metrics.engine_ran("mlp", "1", 1.0)
+    report(metrics, [2.0])
+    assert metrics.costs() is None
+    assert page(metrics)["penstock_cost"].samples == page(metrics)["penstock_cost_per_1000_requests"].samples == []

@@ -42,6 +42,7 @@ def test_the_first_worker_takes_the_first_gpu_and_sees_no_other(tmp_path: Path, 
     environ: dict[str, str] = {}
     taken = pin("auto", None, tmp_path, environ)
     assert (taken.device, taken.index, taken.name) == ("cuda:0", 0, "gpu0")
+    assert taken.gpu_name == "NVIDIA H200"
     assert environ["CUDA_VISIBLE_DEVICES"] == "GPU-aaaa1111-0000-0000-0000-000000000000"
     assert environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
@@ -124,6 +125,9 @@ def test_a_gpu_cut_into_slices_counts_as_its_slices():
     """Each MIG slice is a device of its own. The GPU that holds the slices is not a device."""
     assert [gpu.uuid[:8] for gpu in parse_listing(SLICED)] == ["MIG-cccc", "MIG-dddd", "GPU-bbbb"]
     assert [gpu.index for gpu in parse_listing(SLICED)] == [0, 1, 2]
+    assert [gpu.name for gpu in parse_listing(SLICED)] == [
+        *["NVIDIA H200 MIG 3g.71gb", "NVIDIA H200 MIG 3g.71gb", "NVIDIA H200"],
+    ]
 
 
 @pytest.mark.parametrize(
