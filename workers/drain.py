@@ -333,6 +333,7 @@ class Drain:
         if not (claims or self._completer.has_work):
             return False
         self._transfers.hand_over_long()
+        self._transfers.write_texts()
         self._transfers.apply_retries(self._completer.seal())
         commits = self._completer.commits
         if not (commits or claims):

@@ -174,6 +174,17 @@ class JobTransfers:
                 raise
             version.queue.release(job)
 
+    def write_texts(self) -> None:
+        """Write the events of cached texts. Raises BrokerUnavailable, and then keeps the jobs."""
+        if not (outcomes := self._completer.take_texts()):
+            return
+        try:
+            self._parts.texts.write(outcomes)
+        except BrokerUnavailable:
+            self._completer.keep_texts(outcomes)
+            raise
+        self._completer.add_written(outcomes)
+
     def put(self, job: ClaimedJob, route: Route) -> None:
         """Put one job where its route says."""
         if isinstance(route, Answered):
