@@ -152,7 +152,12 @@ class JobTransfers:
                 self.put(job, route)
         self._hand_over(leaving)
 
-    def hand_over_long(self) -> None:
+    def send_ahead(self) -> None:
+        """Send what comes before the commits. Raises BrokerUnavailable, and then keeps the jobs."""
+        self._hand_over_long()
+        self._write_texts()
+
+    def _hand_over_long(self) -> None:
         """Jobs with too many tokens for this worker go to those with the most room. Where none has enough, they fail.
 
         Raises BrokerUnavailable, and then keeps the jobs.
@@ -174,7 +179,7 @@ class JobTransfers:
                 raise
             version.queue.release(job)
 
-    def write_texts(self) -> None:
+    def _write_texts(self) -> None:
         """Write the events of cached texts. Raises BrokerUnavailable, and then keeps the jobs."""
         if not (outcomes := self._completer.take_texts()):
             return
