@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from msgspec import structs
 
-from penstock.registry.envelope import Options, open_event
+from penstock.registry.admission import JobBuilder, SubmitOptions
+from penstock.registry.broker.base import State
+from penstock.registry.envelope import Options, open_event, open_result
 from penstock.registry.errors import BrokerUnavailable
 from penstock.registry.event_body import decode_parts
+from penstock.registry.generation_inputs import with_options
+from penstock.registry.package import find, load_package
 from penstock.registry.queues import events_key
-from penstock.registry.tensors import encode
+from penstock.registry.tensors import decode, encode
 from penstock.workers.cache.texts import CachedTexts, is_whole, may_share_text
 from penstock.workers.job import ClaimedJob
 from penstock.workers.results import EncodedOutputs, JobOutcome
+from tests.servers import wait_until
+from tests.workers.generation.packages import write_relay
+from tests.workers.generation.text_servers import Reply, TextServer, event, usage
 from tests.workers.streaming.jobs import MAX_BYTES, UNSIGNED, Broker, writer_of
+from tests.workers.test_drain import ROOMY, DrainHarness, StartDrain, connect, start
 
+__all__ = ["connect", "start"]
+
+PATIENCE_S = 180.0
 NOW_MS = 1234.5
 CONTENT_HASH = "d" * 64
 
@@ -197,3 +209,42 @@ def test_a_job_of_another_worker_gets_no_chunk():
     sender.texts.write([outcome])
     assert sender.seen(outcome.job) == ([], [])
     assert outcome.job.is_lost
+
+
+def test_a_found_text_outlasts_an_outage_of_the_broker(start: StartDrain, models_root: Path):
+    """The job is kept until its chunk is written, and ends once; the server is not asked again."""
+    events = [event("hel"), event("lo", "stop"), usage(), "[DONE]"]
+    with TextServer(lambda _: Reply(events)) as server:
+        write_relay(models_root, "relay", has_cache=True, runtime_url=server.url)
+        harness = start()
+        first = _publish(harness, models_root)
+        wait_until(lambda: harness.state(first) is State.COMPLETED, PATIENCE_S, "the text is written")
+        broker = harness.drain.parts.broker
+        emit, failures = broker.emit, [BrokerUnavailable("away")] * 3
+
+        def fail_at_first(*arguments: Any, **named: Any) -> Any:
+            if failures:
+                raise failures.pop()
+            return emit(*arguments, **named)
+
+        broker.emit = fail_at_first  # type: ignore[method-assign]  # the broker is away for three calls
+        second = _publish(harness, models_root)
+        wait_until(lambda: harness.state(second) is State.COMPLETED, PATIENCE_S, "the text is found")
+        assert len(server.asked) == 1
+        assert failures == []
+    entries = harness.broker.read({events_key(second): "0"}, 0, 10_000)
+    assert [entry.fields[1] for entry in entries] == [b"started", b"events", b"C"]
+    job_record = harness.broker.job_record(second)
+    assert job_record is not None
+    header, body = open_result(job_record.result, UNSIGNED)
+    assert header.is_cached
+    assert decode(header.content, body)["text"].tolist() == ["hello"]
+
+
+def _publish(harness: DrainHarness, models_root: Path) -> str:
+    """The id of a greedy job, which was accepted."""
+    spec = load_package(find(models_root, "relay").path).spec
+    inputs = with_options({"prompt": "a"}, {"temperature": 0})
+    job = JobBuilder(tenant="acme", keyring=UNSIGNED, max_bytes=1 << 20).build(spec, inputs, SubmitOptions())
+    assert {receipt.outcome for receipt in harness.broker.publish("relay", [job], ROOMY)} == {"accepted"}
+    return job.job_id
