@@ -76,7 +76,7 @@ class Seen(NamedTuple):
     """What a caller and a subscriber have of one job."""
 
     kinds: list[str]
-    """Of the events; chunks in a row are one."""
+    """Of the events; chunks in a row are one. Whether a short job is seen to start is a matter of time."""
     text: str
     token_ids: list[int]
     logprobs: list[Any]
@@ -152,7 +152,7 @@ def read(job: JobHandle) -> Seen:
     """The events of a job, and its result."""
     kinds, text, token_ids, logprobs = list[str](), "", list[int](), list[Any]()
     for one in job.stream(timeout=PATIENCE_S):
-        if one.type != "chunk" or kinds[-1:] != ["chunk"]:
+        if one.type != "started" and (one.type != "chunk" or kinds[-1:] != ["chunk"]):
             kinds.append(one.type)
         if one.type == "chunk":
             text += str(one.data["text"])
@@ -183,10 +183,10 @@ def test_an_equal_text_asks_the_server_once(client: Client, stage: Stage, kind: 
 
 
 def test_several_texts_are_found_together(client: Client, stage: Stage):
-    """With a seed. As in the first job, they come at the end: nothing began before it."""
+    """With a seed. As in the first job, they come at the end."""
     first, second = (ask(client, "relay", "several", SEEDED | {"n": 2}) for _ in range(2))
-    assert first.kinds == ["queued", "started", "completed"]
-    assert second == first._replace(is_cached=True, kinds=["queued", "completed"])
+    assert first.kinds == ["queued", "completed"]
+    assert second == first._replace(is_cached=True)
     assert len(first.result["text"]) == 2
     assert stage.upstream.hits("several") == 1
 
@@ -327,8 +327,7 @@ def test_an_engine_writes_equal_texts_once(client: Client, stage: Stage):
     wait_until(lambda: tokens() >= written, PATIENCE_S, "the tokens are counted")
     before = tokens()
     again = [ask(client, "writer", "größe", options) for options in wishes]
-    for one, earlier in zip(again, first, strict=True):
-        assert one == earlier._replace(is_cached=True, kinds=one.kinds)
+    assert again == [one._replace(is_cached=True) for one in first]
     assert ["chunk" in one.kinds for one in again] == [True, True, False]
     assert first[0].token_ids == first[0].result["token_ids"][0]
     assert len(first[0].logprobs) == len(first[0].token_ids) > 0
