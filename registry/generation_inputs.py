@@ -25,7 +25,7 @@ from penstock.registry.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from penstock.registry.package import ModelSpec
 
-__all__ = ["as_inputs", "checked", "read_chat", "read_params", "with_limit", "with_options"]
+__all__ = ["as_inputs", "checked", "is_deterministic", "read_chat", "read_params", "with_limit", "with_options"]
 
 _PROMPTS: Final = (PROMPT, TOKEN_IDS, MESSAGES)
 _MOST_JSON: Final = 1 << 20
@@ -110,6 +110,17 @@ def read_params(inputs: Mapping[str, Any]) -> SamplingParams:
     if not isinstance(options, dict):
         raise InvalidInput(f"{SAMPLING}: found {described(options)}, expected an object of sampling fields")
     return SamplingParams.from_mapping(options)
+
+
+def is_deterministic(inputs: Mapping[str, Any]) -> bool:
+    """Whether equal inputs give equal texts: the job is greedy, or it names a seed. No other field is checked."""
+    if SAMPLING not in inputs:
+        return False
+    try:
+        options = _read(inputs, SAMPLING, "an object of sampling fields")
+    except InvalidInput:
+        return False
+    return isinstance(options, dict) and (options.get("temperature") == 0 or options.get("seed") is not None)
 
 
 def _checked_json(name: str, given: object, check: Callable[[object], object]) -> str:

@@ -25,7 +25,7 @@ from penstock.safety.payload_keys import envelope_keys
 from penstock.safety.sealing import DataKeys
 from penstock.workers.backlog import Backlog
 from penstock.workers.batch_run import OpenStream
-from penstock.workers.cache import AnswerCache, SharedTiers, SingleFlight
+from penstock.workers.cache import AnswerCache, CachedTexts, SharedTiers, SingleFlight
 from penstock.workers.cache.tier import Tier
 from penstock.workers.cache.tiers import MayLeave
 from penstock.workers.claims import Claimer, WakeUp
@@ -243,6 +243,12 @@ class _Assembly:
             telemetry=self.telemetry,
             status=self.status,
             events=self.events,
+            texts=CachedTexts(
+                self.events,
+                self.identity.keyring,
+                max_bytes=self.settings.inference.queue.max_event_bytes,
+                now_ms=self.broker.now_ms,
+            ),
             journal=journal,
             mirror=options.mirror,
             stop=self.stop,

@@ -142,6 +142,8 @@ class Completer:
         self._outcomes: list[JobOutcome] = []
         self._too_long: list[JobOutcome] = []
         """Of jobs with more tokens than have room here. Another worker may have room for them."""
+        self._texts: list[JobOutcome] = []
+        """Of jobs with cached texts, whose events are not written yet."""
         self._unsent = UnsentOutcomes()
         self._committed_parts: defaultdict[BatchRun, list[JobOutcome]] = defaultdict(list)
         """Of the batches that are committed in part."""
@@ -163,6 +165,7 @@ class Completer:
         return bool(
             self._outcomes
             or self._too_long
+            or self._texts
             or self._joint
             or self._cached
             or self._uncommitted
@@ -220,7 +223,27 @@ class Completer:
         self._too_long += outcomes
 
     def add(self, outcome: JobOutcome) -> None:
-        """A job ended without a run."""
+        """A job ended without a run. If it has a cached text, its events come first: see take_texts."""
+        if outcome.how == "cached" and outcome.version is not None and outcome.version.spec.streams:
+            self._texts.append(outcome)
+        else:
+            self._add(outcome)
+
+    def take_texts(self) -> list[JobOutcome]:
+        """The outcomes of jobs with cached texts. `add_written` those whose events are written."""
+        outcomes, self._texts = self._texts, []
+        return outcomes
+
+    def keep_texts(self, outcomes: Iterable[JobOutcome]) -> None:
+        """The events of these could not be written yet: `take_texts` returns them again."""
+        self._texts += outcomes
+
+    def add_written(self, outcomes: Iterable[JobOutcome]) -> None:
+        """The subscribers of these jobs have the cached texts."""
+        for outcome in outcomes:
+            self._add(outcome)
+
+    def _add(self, outcome: JobOutcome) -> None:
         if isinstance(outcome.answer, EncodedOutputs) and outcome.nbytes > _LARGE_BYTES:
             self._unsent.add([outcome])
         else:
@@ -228,7 +251,7 @@ class Completer:
 
     def add_cached(self, cached: CachedAnswers) -> None:
         """The cache has answered these jobs."""
-        if any(len(answer.body) > _LARGE_BYTES for answer in cached.answers):
+        if cached.version.spec.streams or any(len(answer.body) > _LARGE_BYTES for answer in cached.answers):
             for outcome in cached.outcomes():
                 self.add(outcome)
         else:

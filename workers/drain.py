@@ -332,7 +332,7 @@ class Drain:
         """Commit what has ended, and claim: one round trip. Returns whether jobs may have moved."""
         if not (claims or self._completer.has_work):
             return False
-        self._transfers.hand_over_long()
+        self._transfers.send_ahead()
         self._transfers.apply_retries(self._completer.seal())
         commits = self._completer.commits
         if not (commits or claims):

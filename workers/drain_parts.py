@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from penstock.registry.broker.base import Broker
 from penstock.workers.backlog import Backlog
-from penstock.workers.cache import AnswerCache, SingleFlight
+from penstock.workers.cache import AnswerCache, CachedTexts, SingleFlight
 from penstock.workers.claims import Claimer
 from penstock.workers.completer import Completer
 from penstock.workers.executor import Executor
@@ -71,6 +71,7 @@ class DrainParts:
     telemetry: BatchTelemetry
     status: StatusReporter
     events: EventWriter
+    texts: CachedTexts
     journal: Journal
     mirror: Mirror
     stop: StopSignal

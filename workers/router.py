@@ -26,7 +26,7 @@ from penstock.registry.envelope import Failure
 from penstock.registry.errors import InvalidInput
 from penstock.registry.unrun import CANCELLED, EXPIRED
 from penstock.workers.batch_run import forward_timeout
-from penstock.workers.cache import AnswerCache, InputSamples, JobKeys, SingleFlight
+from penstock.workers.cache import AnswerCache, InputSamples, JobKeys, SingleFlight, may_share_text
 from penstock.workers.job import ClaimedJob
 from penstock.workers.observe.listener import JobListener
 from penstock.workers.observe.metrics import InferenceMetrics
@@ -191,7 +191,7 @@ class JobRouter:
         version = model.active
         if self._listener.has_revoked or active != model.record or version is None or not version.is_ready:
             return None
-        return None if version.policy.tokenises else version
+        return None if _needs_a_look(version) else version
 
     def _route_plain(
         self, jobs: list[ClaimedJob], version: ServedVersion, routed: RoutedClaim, broker_now: float
@@ -204,7 +204,7 @@ class JobRouter:
         by_arm: defaultdict[ServedVersion, list[ClaimedJob]] = defaultdict(list)
         for job in jobs:
             arm = arms.ready_version(arms.label_for(job.header))
-            if arm is None or arm.policy.tokenises or not arm.knows(job):
+            if arm is None or _needs_a_look(arm) or not arm.knows(job):
                 routed.put(job, self.route(job, broker_now))
             else:
                 by_arm[arm].append(job)
@@ -352,7 +352,7 @@ class JobRouter:
         except InvalidInput as error:
             # The client checked the job against another spec than the one that is served now.
             return _refused(job, Failure("InputRefused", str(error)))
-        if not job.is_suspect and _shares_answers(version):
+        if not job.is_suspect and _shares_answer(job, version):
             _, cached, following = self._share([job], version)
             if cached is not None:
                 return Answered(*cached.outcomes())
@@ -424,6 +424,16 @@ def is_of_arm(job: ClaimedJob) -> bool:
 
 def _shares_answers(version: ServedVersion) -> bool:
     return bool(version.policy.cache_ttl_s) or version.policy.shares_flights
+
+
+def _shares_answer(job: ClaimedJob, version: ServedVersion) -> bool:
+    """As `_shares_answers`, for one job: of an engine, only some jobs have equal texts when they are equal."""
+    return _shares_answers(version) and (not version.policy.seats or may_share_text(job))
+
+
+def _needs_a_look(version: ServedVersion) -> bool:
+    """Whether jobs of this version that look plain may differ in more than their inputs."""
+    return version.policy.tokenises or bool(version.policy.seats)
 
 
 def _forward_of(job: ClaimedJob, version: ServedVersion) -> Run | Suspect:

@@ -152,7 +152,12 @@ class JobTransfers:
                 self.put(job, route)
         self._hand_over(leaving)
 
-    def hand_over_long(self) -> None:
+    def send_ahead(self) -> None:
+        """Send what comes before the commits. Raises BrokerUnavailable, and then keeps the jobs."""
+        self._hand_over_long()
+        self._write_texts()
+
+    def _hand_over_long(self) -> None:
         """Jobs with too many tokens for this worker go to those with the most room. Where none has enough, they fail.
 
         Raises BrokerUnavailable, and then keeps the jobs.
@@ -173,6 +178,17 @@ class JobTransfers:
                 self._completer.keep_too_long([outcome, *outcomes])
                 raise
             version.queue.release(job)
+
+    def _write_texts(self) -> None:
+        """Write the events of cached texts. Raises BrokerUnavailable, and then keeps the jobs."""
+        if not (outcomes := self._completer.take_texts()):
+            return
+        try:
+            self._parts.texts.write(outcomes)
+        except BrokerUnavailable:
+            self._completer.keep_texts(outcomes)
+            raise
+        self._completer.add_written(outcomes)
 
     def put(self, job: ClaimedJob, route: Route) -> None:
         """Put one job where its route says."""

@@ -91,7 +91,10 @@ def _package(root: Path) -> Path:
     folder.mkdir(parents=True)
     decoder().save_pretrained(folder)
     generation_steps.bpe_tokenizer().save_pretrained(folder)
-    spec = {"name": _MODEL, "version": "1", "format": "generate", "generate": {**_OPTIONS, "max_model_len": 1024}}
+    spec: dict[str, Any] = {"name": _MODEL, "version": "1", "format": "generate"}
+    spec["generate"] = {**_OPTIONS, "max_model_len": 1024}
+    # Each turn has the same prompts, and the engine is to write them again.
+    spec["policy"] = {"default": {"cache_ttl_s": 0}}
     (folder / "model.yaml").write_text(yaml.safe_dump(spec))
     return folder
 

@@ -30,7 +30,7 @@ from penstock.workers.versions.tuner import BatchObservation
 from penstock.workers.versions.version import ServedModel
 from tests.payload_keys import sealing
 from tests.workers.cache.equal_jobs import OpenedJobs, apart
-from tests.workers.doubles import counted, job_of, ready_version, run_of
+from tests.workers.doubles import cold_version, counted, job_of, ready_version, run_of, spec_of
 
 UNSIGNED = Keyring.parse(None)
 SIGNED = Keyring.parse(f"first:{base64.b64encode(b'1' * 32).decode()}")
@@ -686,3 +686,30 @@ def test_runs_cached_answers_and_outcomes_are_settled_by_their_own_statuses():
         refused[0].header.id: State.EXPIRED,
     }
     assert len(pair.whole.leased) == 0
+
+
+def test_a_cached_text_waits_for_its_events(harness: Harness):
+    """Subscribers get the text before the end of its job; while the broker is away, the job is kept."""
+    version = cold_version(spec_of(streams=True), 1)
+    job = job_of(1)
+    outcome = JobOutcome(job, EncodedOutputs((), b"", "d" * 64, 0), "cached", version)
+    harness.leased.take([job])
+    harness.completer.add(outcome)
+    assert harness.completer.has_work
+    assert harness.turn() == []
+    assert harness.completer.take_texts() == [outcome]
+    harness.completer.keep_texts([outcome])
+    harness.completer.add_written(harness.completer.take_texts())
+    assert harness.completer.take_texts() == []
+    assert harness.turn() == [job.header.id]
+    assert not harness.completer.has_work
+
+
+def test_a_claim_of_cached_texts_waits_for_its_events(harness: Harness):
+    """Also where all of its jobs were answered together."""
+    version = cold_version(spec_of(streams=True), 1)
+    jobs = [job_of(number) for number in (1, 2)]
+    answer = EncodedOutputs((), b"", "d" * 64, 0)
+    harness.completer.add_cached(CachedAnswers(version, jobs, [answer, answer]))
+    assert harness.turn() == []
+    assert [outcome.job for outcome in harness.completer.take_texts()] == jobs

@@ -9,10 +9,12 @@ from penstock.workers.cache.l2 import L2Cache, L2CacheConfig
 from penstock.workers.cache.l3 import L3Cache, L3CacheConfig
 from penstock.workers.cache.memory import L1Cache
 from penstock.workers.cache.single_flight import SingleFlight
+from penstock.workers.cache.texts import CachedTexts, may_share_text
 from penstock.workers.cache.tiers import SharedTiers
 
 __all__ = [
     "AnswerCache",
+    "CachedTexts",
     "InputSamples",
     "JobKeys",
     "L1Cache",
@@ -22,4 +24,5 @@ __all__ = [
     "L3CacheConfig",
     "SharedTiers",
     "SingleFlight",
+    "may_share_text",
 ]

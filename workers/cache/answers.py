@@ -16,6 +16,7 @@ from typing import NamedTuple
 from penstock.registry.settings_sections import CacheConfig
 from penstock.workers.batch_run import BatchRun
 from penstock.workers.cache.memory import L1Cache
+from penstock.workers.cache.texts import is_whole
 from penstock.workers.cache.tier import TierStats
 from penstock.workers.cache.tiers import LookedUp, SharedTiers, form_of
 from penstock.workers.job import ClaimedJob
@@ -165,7 +166,7 @@ class AnswerCache:
         job, answer, version = outcome.job, outcome.answer, outcome.version
         if outcome.how != "ran" or not job.digest or version is None or not version.policy.cache_ttl_s:
             return
-        if not isinstance(answer, EncodedOutputs):
+        if not isinstance(answer, EncodedOutputs) or (version.spec.generate is not None and not is_whole(answer)):
             return
         is_asked_for = bool(job.header.version) or version is active
         if is_asked_for and answer.content_hash == version.content_hash and answer.generation == version.generation:

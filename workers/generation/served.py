@@ -36,6 +36,7 @@ from penstock.safety.orchestrator import SafetyOrchestrator, Subject
 from penstock.workers.generation.acceleration_gate import AccelerationGate
 from penstock.workers.generation.backend import Backend, Delivered, Wish
 from penstock.workers.generation.chat import ChatPrompt, check_template
+from penstock.workers.generation.chunks import BEGUN, CONTENT, beginning, chunk_of
 from penstock.workers.generation.prompts import Prompt, TooManyTokens
 from penstock.workers.observe.metrics import GenerationFigures
 from penstock.workers.runtime.base import DeadlinePassed, Prepared, StreamContext, TooLongHere
@@ -50,8 +51,6 @@ __all__ = ["GenerateRuntime", "ResumableContext"]
 _LOOK_S: Final = 0.5
 """A job that gets no output looks so often whether it was cancelled, or its deadline has passed."""
 _PRECISIONS: Final = {"auto": "fp32", "fp32": "fp32", "bf16": "bf16"}
-_CONTENT: Final = "content_hash"
-_BEGUN: Final = "begun_ms"
 
 
 @runtime_checkable
@@ -136,8 +135,7 @@ class GenerateRuntime(PackageRuntime):
             # Several texts come at the end, and a worker that takes their job over writes them anew.
             if isinstance(context, ResumableContext) and params.num_candidates == 1:
                 delivered = self._delivered(context, params)
-                first = {_CONTENT: _text(self.content_hash), _BEGUN: np.array(context.now_ms, np.int64)}
-                sink = _Sink(context, params, first)
+                sink = _Sink(context, params, beginning(self.content_hash, context.now_ms))
                 wish = replace(wish, delivered=delivered, resume=sink.resume, sink=sink, together=context.together)
         except InvalidInput as error:
             raise InputRefused(str(error)) from None
@@ -278,13 +276,13 @@ class GenerateRuntime(PackageRuntime):
     def _delivered(self, context: ResumableContext, params: SamplingParams) -> Delivered | None:
         """What an earlier run has delivered."""
         chunks = context.earlier_chunks()
-        if not chunks or _CONTENT not in chunks[0] or str(chunks[0][_CONTENT]) != self.content_hash:
+        if not chunks or CONTENT not in chunks[0] or str(chunks[0][CONTENT]) != self.content_hash:
             return None
         try:
             tokens = [int(token) for chunk in chunks for token in chunk["token_ids"].tolist()]
             text = "".join(str(chunk["text"]) for chunk in chunks)
             logprobs = [one for chunk in chunks for one in _read_logprobs(chunk)] if params.logprobs is not None else []
-            elapsed_s = max(0, context.now_ms - int(chunks[0][_BEGUN])) / 1000
+            elapsed_s = max(0, context.now_ms - int(chunks[0][BEGUN])) / 1000
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise ModelError("The delivered events are not those of a text. Expected chunks of text") from error
         return Delivered(tokens, text, logprobs, elapsed_s)
@@ -294,8 +292,7 @@ _WARM_UP: Final = "warm-up"
 
 
 class _Sink:
-    """Sends the outputs of one request as chunks. The first chunk of a text names the model's content, so that no other
-    model continues it, and the time at which the text began."""
+    """Sends the outputs of one request as chunks."""
 
     def __init__(self, context: ResumableContext, params: SamplingParams, begins_with: Mapping[str, Array]) -> None:
         self._context = context
@@ -365,17 +362,11 @@ def _seeded(params: SamplingParams, job_id: str) -> SamplingParams:
     return replace(params, seed=int.from_bytes(hashlib.sha256(job_id.encode()).digest()[:8], "big"))
 
 
-def _text(value: str) -> Array:
-    return np.array(value, object)
-
-
 def _chunk(output: RequestOutput, has_logprobs: bool) -> dict[str, Array]:
-    chunk = {"text": _text(output.delta_text), "token_ids": np.array(output.delta_token_ids, np.int64)}
-    if has_logprobs and output.outputs[0].logprobs is not None:
-        new = len(output.delta_token_ids)
-        logprobs = output.outputs[0].logprobs
-        chunk["logprobs"] = _text(_logprobs_text(logprobs[len(logprobs) - new :]))
-    return chunk
+    text, tokens, logprobs = output.delta_text, output.delta_token_ids, output.outputs[0].logprobs
+    if not has_logprobs or logprobs is None:
+        return chunk_of(text, tokens, None)
+    return chunk_of(text, tokens, _logprobs_text(logprobs[len(logprobs) - len(tokens) :]))
 
 
 def _logprobs_text(logprobs: Sequence[Mapping[int, float] | None] | None) -> str:

@@ -14,7 +14,8 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
 from typing import Final, TypeVar
@@ -137,6 +138,28 @@ class EventWriter:
                 with self._lock:
                     self._done.wait(_RETRY_S)
         return None
+
+    def write_now(self, outboxes: Iterable[Outbox]) -> None:
+        """Write the events of jobs that do not run, on this thread. Outboxes that are empty are left out.
+
+        If the broker refuses the events of one job, its outbox has the error. Raises BrokerUnavailable: a later call
+        with the same outboxes writes what is left, and no event twice.
+        """
+        left = deque(outbox for outbox in outboxes if not outbox.is_empty)
+        while left:
+            part: list[Outbox] = []
+            size = 0
+            while left and size < _WRITE_BYTES and len(part) < _WRITE_JOBS:
+                outbox = left.popleft()
+                size += outbox.begin()
+                part.append(outbox)
+            for outbox, outcome in zip(part, self._sent(part), strict=True):
+                if isinstance(outcome, BrokerUnavailable):
+                    raise outcome
+                if isinstance(outcome, Position):
+                    outbox.written(outcome)
+                else:
+                    outbox.fail(outcome)
 
     def discard(self, outbox: Outbox) -> None:
         """Write no further event of the job."""

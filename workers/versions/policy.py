@@ -87,7 +87,9 @@ class VersionPolicy:
         if overlay is not None:
             endpoint = overlay.over(endpoint)
         limits = _batch_limits(spec, endpoint.window_ms, config)
-        repeats = config.enabled and spec.deterministic and not spec.streams
+        repeats = config.enabled and spec.deterministic
+        # Of a stream, the subscribers of an equal job need the chunks: those of a cached text can be made from it.
+        has_cache = repeats and (spec.generate is not None or not spec.streams)
         seats = spec.generate.max_num_seqs if spec.generate else 0
         has_size = spec.batching.max_batch_size or config.batching.max_batch_size
         return cls(
@@ -98,8 +100,8 @@ class VersionPolicy:
             precision=endpoint.precision or config.precision,
             timeout_s=float(spec.timeout_s or config.timeout_seconds),
             max_crashes=config.queue.max_crashes,
-            shares_flights=repeats and config.batching.single_flight,
-            cache_ttl_s=_cache_ttl_s(spec, endpoint.cache_ttl_s, config) if repeats else 0.0,
+            shares_flights=repeats and not spec.streams and config.batching.single_flight,
+            cache_ttl_s=_cache_ttl_s(spec, endpoint.cache_ttl_s, config) if has_cache else 0.0,
             finite_outputs=tuple(
                 output.name for output in spec.outputs if output.dtype.startswith("float") and not output.allow_nan
             ),

@@ -113,6 +113,28 @@ def test_equal_jobs_share_answers_where_answers_repeat(
     assert (policy.shares_flights, policy.cache_ttl_s > 0) == (shares, caches)
 
 
+@pytest.mark.parametrize(
+    ("fields", "settings", "ttl_s"),
+    [
+        ({}, {}, 86400.0),
+        ({"policy": {"default": {"cache_ttl_s": 60.0}}}, {}, 60.0),
+        ({"policy": {"default": {"cache_ttl_s": 0.0}}}, {}, 0.0),
+        ({"deterministic": False}, {}, 0.0),
+        ({}, {"cache": {"enabled": False}}, 0.0),
+        ({}, {"privacy": {"mode": "hashes_only"}}, 0.0),
+    ],
+    ids=["default", "own", "off", "chance", "cache.enabled", "hashes_only"],
+)
+@pytest.mark.parametrize("generate", [{}, {"runtime_url": "http://127.0.0.1:8000"}], ids=["engine", "server"])
+def test_generated_texts_are_cached_and_not_shared(
+    generate: dict[str, Any], fields: dict[str, Any], settings: dict[str, Any], ttl_s: float
+):
+    """CF-052: each of the equal jobs that are here together streams; a later one finds the text."""
+    spec = {"name": "writer", "version": "1", "format": "generate", "generate": generate, **fields}
+    policy = policy_of(ModelSpec.model_validate(spec if generate else {**spec, "source": {}}), **settings)
+    assert (policy.shares_flights, policy.cache_ttl_s) == (False, ttl_s)
+
+
 @pytest.mark.parametrize("settings", [{"privacy": {"mode": "hashes_only"}}, {"cache": {"privacy_mode": "hashes_only"}}])
 def test_text_is_not_cached_where_inputs_are_hidden(settings: dict[str, Any]):
     """An output text may repeat the input: the stricter privacy mode counts, and numbers are still cached."""
