@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -20,8 +20,10 @@ metrics_port_option: Final = click.option(
 
 
 @contextmanager
-def served_metrics(metrics: InferenceMetrics, settings: Settings, port: int | None) -> Iterator[None]:
-    """Serves the metrics inside of the block, if a port was named."""
+def served_metrics(
+    metrics: InferenceMetrics, settings: Settings, port: int | None, is_ready: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
+    """Serves the metrics inside of the block, if a port was named. is_ready: for /health/ready."""
     if port is None:
         yield
         return
@@ -29,7 +31,7 @@ def served_metrics(metrics: InferenceMetrics, settings: Settings, port: int | No
 
     worker = settings.worker
     probe = Probe(
-        metrics, lambda: (True, {}), host=worker.metrics_host, port=port, bearer_file=worker.metrics_bearer_file
+        metrics, lambda: (is_ready(), {}), host=worker.metrics_host, port=port, bearer_file=worker.metrics_bearer_file
     )
     probe.start()
     try:
