@@ -93,7 +93,10 @@ def test_a_model_without_a_valid_version_is_left_out_unless_it_is_named(
     """A bad folder does not affect other models; if the settings name it, the start fails."""
     half_copied(models_root, "bad", "1")
     write(models_root, "good", "1")
+    with (write_package(models_root, "odd", SOURCE) / "model.yaml").open("a") as file:
+        file.write("policy: !!bool x\n")
     assert active_at_start(models_root) == {"good": "1"}
+    assert "model not served: odd/1/model.yaml: not valid YAML" in caplog.messages
     assert "model not served: bad/1/model.yaml, line 1: not valid YAML" in caplog.messages
     with pytest.raises(ConfigurationError, match=r"^bad/1/model\.yaml, line 1: not valid YAML$"):
         active_at_start(models_root, "good", "bad")
