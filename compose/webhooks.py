@@ -32,9 +32,8 @@ def made_secret(settings: Settings) -> str:
     return secret
 
 
-def deliver(settings: Settings, broker: WebhookEnd, listener: DeliveryListener) -> None:
-    """Deliver webhooks until SIGTERM, SIGINT or SIGHUP. Raises ConfigurationError without a secret."""
-    deliverer = deliverer_of(settings, broker, listener)
+def deliver(deliverer: Deliverer) -> None:
+    """Deliver webhooks until SIGTERM, SIGINT or SIGHUP."""
 
     async def run() -> None:
         stopping = asyncio.Event()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
-from typing import Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
@@ -50,6 +50,8 @@ __all__ = [
 Row: TypeAlias = Mapping[str, Any]
 """A row of registry/catalog/tables.py: text, integers and None."""
 _RESPONSE: Final = "response"
+_MOST_TRANSITIONS: Final = 2**31 - 1
+"""Every database takes this number."""
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True):
@@ -64,7 +66,7 @@ class Read(_Request, frozen=True, tag="read"):
     """Rows of the registry -> dict[str, ModelRows]. See RegistryStore.read."""
 
     names: tuple[str, ...] | None
-    newest: int | None
+    newest: Annotated[int, msgspec.Meta(ge=0, le=_MOST_TRANSITIONS)] | None
 
 
 class Enter(_Request, frozen=True, tag="enter"):

@@ -66,7 +66,7 @@ from penstock.registry.control import Command, CommandVerifier
 from penstock.registry.desired_state import StateStore
 from penstock.registry.errors import BrokerUnavailable, ConfigurationError, Forbidden, PenstockError, UnknownModel
 from penstock.registry.open_telemetry import exported_metrics, exported_spans
-from penstock.registry.queues import CELERY_QUEUE, Priority, stream_key
+from penstock.registry.queues import CELERY_QUEUE, Priority, parse_name, stream_key
 from penstock.registry.settings import Settings
 from penstock.registry.signed import Verifier
 from penstock.safety.alert_hooks import open_alerts
@@ -327,6 +327,9 @@ class OperatorCommands:
             return self._reconcile()
         if command.action == "clear_cache" and not command.model:
             return f"removed {self._answers.clear()} cached answers from memory"
+        parse_name("model", command.model)
+        if command.action in ("load", "unload"):
+            parse_name("version", command.version)
         if not self._lifecycle.may_serve(command.model):
             raise UnknownModel(f"{command.model} is not served here. Expected one of this worker's models")
         reference = f"{command.model}/{command.version}"

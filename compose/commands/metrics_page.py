@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -22,23 +22,31 @@ metrics_port_option: Final = click.option(
 
 
 @contextmanager
-def served_metrics(metrics: InferenceMetrics, settings: Settings, port: int | None, name: str) -> Iterator[None]:
+def served_metrics(
+    metrics: InferenceMetrics,
+    settings: Settings,
+    port: int | None,
+    name: str,
+    is_ready: Callable[[], bool] = lambda: True,
+) -> Iterator[None]:
     """Serves the metrics inside of the block, if a port was named, and sends them to OpenTelemetry, if that is on.
 
-    name: of the command, which becomes part of the name of the service.
+    name: of the command, which becomes part of the name of the service. is_ready: for /health/ready.
     """
     from penstock.registry.open_telemetry import exported_metrics
 
-    instance = f"{socket.gethostname()}:{os.getpid()}"
+    instance, config = f"{socket.gethostname()}:{os.getpid()}", settings.inference.open_telemetry
     with (
-        exported_metrics(settings.inference.open_telemetry, metrics, lambda: None, f"penstock-{name}", instance),
-        _page(metrics, settings, port),
+        exported_metrics(config, metrics, lambda: metrics.ready_now(is_ready()), f"penstock-{name}", instance),
+        _page(metrics, settings, port, is_ready),
     ):
         yield
 
 
 @contextmanager
-def _page(metrics: InferenceMetrics, settings: Settings, port: int | None) -> Iterator[None]:
+def _page(
+    metrics: InferenceMetrics, settings: Settings, port: int | None, is_ready: Callable[[], bool]
+) -> Iterator[None]:
     if port is None:
         yield
         return
@@ -46,7 +54,7 @@ def _page(metrics: InferenceMetrics, settings: Settings, port: int | None) -> It
 
     worker = settings.worker
     probe = Probe(
-        metrics, lambda: (True, {}), host=worker.metrics_host, port=port, bearer_file=worker.metrics_bearer_file
+        metrics, lambda: (is_ready(), {}), host=worker.metrics_host, port=port, bearer_file=worker.metrics_bearer_file
     )
     probe.start()
     try:

@@ -39,13 +39,13 @@ def run(environ: Mapping[str, str], metrics_port: int | None) -> None:
 
     `penstock up` runs one, if a secret exists. A failed try is repeated after 5 s, 1 min, 5 min, 30 min, 2 h, 5 h,
     10 h, 14 h, 20 h and 24 h; then the webhook is dead. After SIGTERM or Ctrl-C the tries under way have ten
-    seconds.
+    seconds. With --metrics-port, /health/ready answers 503 while the broker cannot be reached.
 
     \b
     penstock webhooks run
     penstock webhooks run --metrics-port 9463
     """
-    from penstock.compose.webhooks import deliver
+    from penstock.compose.webhooks import deliver, deliverer_of
     from penstock.registry import logs
     from penstock.workers.observe.metrics import InferenceMetrics
 
@@ -53,8 +53,10 @@ def run(environ: Mapping[str, str], metrics_port: int | None) -> None:
     _check_broker(settings)
     logs.configure()
     metrics = InferenceMetrics(settings.inference.metrics_buckets)
-    with open_broker(settings) as broker, served_metrics(metrics, settings, metrics_port, "webhooks"):
-        deliver(settings, broker, metrics)
+    with open_broker(settings) as broker:
+        deliverer = deliverer_of(settings, broker, metrics)
+        with served_metrics(metrics, settings, metrics_port, "webhooks", lambda: deliverer.reaches_broker):
+            deliver(deliverer)
 
 
 @webhooks.command("list")

@@ -105,7 +105,7 @@ def query_wait_s(exchange: Exchange) -> float:
 def wanted_type(exchange: Exchange) -> bytes:
     """The content type of the outputs: what Accept prefers; else, for a binary body, that of the body; else JSON."""
     accept = exchange.headers.get(b"accept")
-    best, quality = b"", 0.0
+    best, quality, refused = b"", 0.0, set[bytes]()
     if accept is not None and accept != b"*/*":
         for kind in exchange.header_list(b"accept").lower().split(","):
             name = kind.partition(";")[0].strip()
@@ -117,4 +117,7 @@ def wanted_type(exchange: Exchange) -> bytes:
             # Of those that are wanted alike, the first one.
             if wanted > quality:
                 best, quality = offered, wanted
-    return best or _BINARY_TYPES.get(exchange.media_type, JSON)
+            elif not wanted:
+                refused.add(offered)
+    of_body = _BINARY_TYPES.get(exchange.media_type, JSON)
+    return best or (JSON if of_body in refused else of_body)

@@ -32,6 +32,8 @@ class ThreadedGateway:
         self._opened = ExitStack()
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
+        # A signal may call `stop` inside of `start`, in the same thread.
+        self._changing = threading.RLock()
         self.url = ""
         """Where it listens, with the port that was chosen for port 0; empty before `start` and after `stop`."""
         self.rpc = ""
@@ -43,8 +45,12 @@ class ThreadedGateway:
         Raises ConfigurationError for an address that cannot be used, for settings that no gateway can have, and for a
         gateway that runs already.
         """
-        if self._thread is not None:
-            raise ConfigurationError("The gateway runs. Expected one `start` before each `stop`")
+        with self._changing:
+            if self._thread is not None:
+                raise ConfigurationError("The gateway runs. Expected one `start` before each `stop`")
+            self._start()
+
+    def _start(self) -> None:
         with ExitStack() as opened:
             listener, rpc, url = opened.enter_context(listening(self._binding))
             gateway = Gateway(self._settings, rpc=rpc)
@@ -61,13 +67,14 @@ class ThreadedGateway:
 
     def stop(self) -> None:
         """Answer the requests that run, for up to the setting server.stop_grace_s, and end. Again: nothing."""
-        if self._server is None or self._thread is None:
-            return
-        self._server.stop()
-        self._thread.join()
-        self._opened.close()
-        self._server = self._thread = None
-        self.url = self.rpc = ""
+        with self._changing:
+            if self._server is None or self._thread is None:
+                return
+            self._server.stop()
+            self._thread.join()
+            self._opened.close()
+            self._server = self._thread = None
+            self.url = self.rpc = ""
 
     def read_keys_again(self) -> None:
         """The next request sees the API keys that were made until now."""

@@ -82,6 +82,9 @@ class Deliverer:
     """Delivers webhooks until it is told to stop. Belongs to one event loop.
 
     keyring: verifies the URLs. keys: sign the events, see event.py. now_s, jitter: unix time, and a number in [0, 1).
+
+    Attributes:
+        reaches_broker: whether the last turn did.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class Deliverer:
         now_s: Callable[[], float] = time.time,
         jitter: Callable[[], float] = random.random,
     ) -> None:
+        self.reaches_broker = False
         self._broker = broker
         self._requests = requests
         self._keyring = keyring
@@ -122,9 +126,11 @@ class Deliverer:
                     report_at = time.monotonic() + _REPORT_S
                 found = await self.turn()
                 failures = 0
+                self.reaches_broker = True
             except BrokerUnavailable as error:
                 failures += 1
                 found = 0
+                self.reaches_broker = False
                 if failures == 1:
                     logger.warning("webhooks wait: %s", error)
             pause = backoff_delay_s(failures, self._limits.poll_s, 10.0, self._jitter()) if failures else 0.0

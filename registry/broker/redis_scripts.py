@@ -414,6 +414,11 @@ def adopt(consumer: str, slot: str, versions: Sequence[str], count: int) -> Call
     return call("adopt", keys, [GROUP, consumer, count, *map(_owner_for, versions)])
 
 
+def forget_consumers(stream: str, left_ms: int) -> Call:
+    """One call that deletes the consumers of a stream that made no call for so long and hold no entry."""
+    return call("forget_consumers", [stream], [GROUP, left_ms])
+
+
 def take_over(consumer: str, slot: str, lease_ms: int, count: int, now_ms: float) -> Call:
     """One call that claims jobs of one slot whose lease has lapsed. It does nothing when it arrives late."""
     keys = [*stream_keys(slot), paused_key(slot), active_key(slot), flow_key(slot)]

@@ -190,6 +190,8 @@ def enter(
     """
     if not done:
         raise InvalidInput("Expected a transition with the rows of a change")
+    for table, rows in ((versions, changed), (transitions, done), (experiments, tried), (policies, ruled)):
+        _check_columns(table, rows)
     told = [open_transition(row, verify) for row in done]
     last, renewed = told[-1], told[:-1]
     after = [open_version(row, verify) for row in changed]
@@ -235,6 +237,13 @@ def enter(
         check_whole(RegisteredModel(last.name, whole, last.epoch, last.productions, policy=policy), (*history, last))
         if manifest is not None:
             check_files(manifest)
+
+
+def _check_columns(table: Table, rows: Sequence[Row]) -> None:
+    names = [column.name for column in table.columns]
+    for name in names:
+        if any(name not in row for row in rows):
+            raise InvalidInput(f"A row of {table.name} lacks {name}. Expected: {', '.join(names)}")
 
 
 def _check_next(last: Transition, before: ModelRows) -> None:

@@ -19,6 +19,9 @@ _MAX_VALUES: Final = 20_000
 """With every alias followed: a few hundred bytes of aliases can stand for gigabytes."""
 _MAX_DIGITS: Final = 1_000
 
+_UNREADABLE: Final = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError)
+"""The errors of the parser. The last two it has for a value that does not fit its tag, such as `!!bool x`."""
+
 
 class BadDocument(ValueError):
     """The text cannot be read. The message is the end of a line that begins with the file."""
@@ -42,7 +45,7 @@ def read_yaml(text: bytes) -> Any:
         return yaml.load(text, Loader=_BoundedLoader)  # noqa: S506 - a SafeLoader that refuses more
     except _Unbounded as refusal:
         raise BadDocument(f", line {refusal.line}: {refusal}") from None
-    except (yaml.YAMLError, ValueError, TypeError) as error:
+    except _UNREADABLE as error:
         mark = getattr(error, "problem_mark", None)
         raise BadDocument(f"{f', line {mark.line + 1}' if mark else ''}: not valid YAML") from None
 

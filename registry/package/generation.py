@@ -188,7 +188,7 @@ class Generation(Section):
     def _takes_profile(cls, fields: Any) -> Any:
         name = fields.get("profile") if isinstance(fields, Mapping) else None
         values = PROFILES.get(name, {}) if isinstance(name, str) else {}
-        if any(fields.get(each) is not None for each in _SIZES) and values:
+        if values and any(fields.get(each) is not None for each in _SIZES):
             values = {each: value for each, value in values.items() if each not in _SIZES}
         return {**values, **fields} if values else fields
 

@@ -73,7 +73,8 @@ def inspect_torchscript(file: Path, label: str) -> None:
     try:
         with zipfile.ZipFile(file) as archive:
             _check_torchscript(archive)
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError):
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError, ValueError):
+        # ValueError: names of entries that are not text.
         refused = _Unfit("found no archive, expected TorchScript as torch.jit.save writes it; a pickle can run code")
         raise _refusal(label, file.name, refused) from None
     except (_Unfit, OSError) as error:

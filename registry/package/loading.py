@@ -154,7 +154,7 @@ class PackageRef(NamedTuple):
     path: Path
 
 
-def discover(root: Path, name: str = "*") -> list[PackageRef]:
+def discover(root: Path, name: str | None = None) -> list[PackageRef]:
     """The packages under a models root, or those of one model, by name and ascending version.
 
     Folders whose name begins with a dot are none: programs write unfinished packages there. Raises ConfigurationError
@@ -165,12 +165,29 @@ def discover(root: Path, name: str = "*") -> list[PackageRef]:
             raise ConfigurationError(
                 f"Models root {root.name!r} is not a folder. Expected <name>/<version>/{SPEC_FILE} in it"
             )
-        files = list(root.glob(f"{name}/*/{SPEC_FILE}"))
+        models = list(root.iterdir()) if name is None else [root / name]
     except OSError as error:
         raise ConfigurationError(f"Models root {root.name!r} cannot be read ({error.strerror})") from None
-    found = [PackageRef(file.parent.parent.name, file.parent.name, file.parent) for file in files]
+    folders = [folder for model in models for folder in _entries(model) if _is_there(folder / SPEC_FILE)]
+    found = [PackageRef(folder.parent.name, folder.name, folder) for folder in folders]
     visible = [ref for ref in found if not ref.name.startswith(".") and not ref.version.startswith(".")]
     return sorted(visible, key=lambda ref: (ref.name, _version_order(ref.version)))
+
+
+def _entries(folder: Path) -> list[Path]:
+    """The entries of a folder; none where it cannot be read: that affects no other model."""
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _is_there(file: Path) -> bool:
+    """Whether a file exists. True where that cannot be told: the error of its reading has the reason."""
+    try:
+        return file.exists()
+    except OSError:
+        return True
 
 
 def find(root: Path, name: str, version: str | None = None) -> PackageRef:

@@ -50,6 +50,13 @@ def test_a_body_that_is_no_request_is_refused(body: bytes):
         operator_rpc.decode(body)
 
 
+@pytest.mark.parametrize("newest", [-1, 2**63])
+def test_a_number_that_no_database_takes_is_refused(newest: int):
+    """The operator learns which numbers are expected."""
+    with pytest.raises(UndecodableEnvelope, match="Expected `int`"):
+        operator_rpc.decode(operator_rpc.encode(operator_rpc.Read(None, newest)))
+
+
 def test_a_response_carries_values_and_errors():
     """Rows and bytes come back unchanged; `read` raises a refusal with its class."""
     rows = {"minilm": ModelRows([{"epoch": 3, "released_at": None}], [], [], [])}

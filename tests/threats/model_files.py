@@ -160,6 +160,12 @@ def _checkpoint(folder: Path) -> None:
         archive.writestr("archive/version", "3")
 
 
+def _unreadable_names(folder: Path) -> None:
+    file = folder / "model.pt"
+    script_archive(file, entries={"model/extra/ü": b"x"})
+    file.write_bytes(file.read_bytes().replace("ü".encode(), b"\xff\xfe"))
+
+
 def _inflating(folder: Path) -> None:
     with zipfile.ZipFile(folder / "model.pt", "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("model/code/__torch__/big.py", bytes(64 << 20))
@@ -257,6 +263,7 @@ HOSTILE: Final[dict[str, Hostile]] = {
     "an archive that climbs": Hostile(
         "torchscript", _archive(entries={"../../outside.py": b"x"}), r"found the entry \.\./\.\./outside\.py"
     ),
+    "an archive with names that are no text": Hostile("torchscript", _unreadable_names, "found no archive"),
     "an archive that inflates": Hostile("torchscript", _inflating, "found compressed entries of more than"),
     # ONNX
     "no model at all": Hostile("onnx", _bytes("model.onnx", b"\xff" * 64), "expected an ONNX model"),

@@ -680,6 +680,7 @@ OF_WORKERS = {
     "job_records",
     "report_keys",
     "adopt",
+    "forget_consumers",
     "take_over",
     # A worker puts back the decision that it follows, and foreign keys out of the way.
     "activate",

@@ -161,6 +161,14 @@ def test_a_home_that_cannot_be_written_is_a_mistake_of_the_settings(
             {"error": "another is not served here. Expected one of this worker's models"},
         ),
         (
+            Command("load", "in-process", "../2"),
+            {},
+            {
+                "error": "Bad version name '../2'. Expected 1 to 64 characters of a-z, 0-9, '.', '_' or '-', starting "
+                "with a letter or digit"
+            },
+        ),
+        (
             Command("reconcile"),
             {"PENSTOCK_INFERENCE_STATE_RECONCILE_ENABLED": "false"},
             {"error": "This worker follows no shared state. Expected the command load or unload"},

@@ -26,7 +26,7 @@ from kombu.utils.url import maybe_sanitize_url
 
 from penstock.registry.control import CONTROL_COMMAND, Command, CommandVerifier
 from penstock.registry.envelope import JobHeader
-from penstock.registry.errors import PenstockError
+from penstock.registry.errors import PenstockError, UndecodableEnvelope
 from penstock.workers.celery_bridge.events import CeleryEventSender
 from penstock.workers.celery_bridge.presentation import shown_arguments, shown_id, shown_name
 
@@ -143,8 +143,10 @@ def _without_secrets(stats: dict[str, Any]) -> dict[str, Any]:
 def register_control_command(verifier: CommandVerifier, execute: Callable[[Command], str]) -> None:
     """Accept signed commands through Celery's remote control. `execute` returns the reply, or raises PenstockError."""
 
-    def command(state: Any, command: object = None) -> dict[str, str]:
+    def command(state: Any, /, command: object = None, **further: object) -> dict[str, str]:
         try:
+            if further:
+                raise UndecodableEnvelope(f"a control command with {len(further) + 1} arguments. Expected one")
             return {"ok": execute(verifier.open(command))}
         except PenstockError as error:
             logger.warning("a control command was refused: %s", error)

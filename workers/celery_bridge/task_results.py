@@ -14,10 +14,11 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import redis
 
+from penstock.registry.broker import redis_scripts
 from penstock.registry.broker.base import Broker, JobRecord, State
 from penstock.registry.broker.foreign_keys import is_foreign
 from penstock.registry.envelope import Keyring, ResultHeader, open_result
@@ -35,6 +36,8 @@ _BLOCK_MS: Final = 1_000
 _REFRESH_S: Final = 5.0
 _ABANDONED_S: Final = 10.0
 """To store results takes milliseconds, so a worker that holds an entry for so long is dead."""
+_LEFT_S: Final = 3_600.0
+"""A consumer that calls no more for so long is that of a dead worker. As in take_over.lua."""
 _RETRY_S: Final = 1.0
 _ENTRIES: Final = 64
 _UNREAD: Final = ">"
@@ -56,6 +59,7 @@ class TaskResultForwarder:
 
     All workers share the streams through a consumer group. `worker` names this consumer, also after a restart, so
     that it finds its own unfinished entries. An entry that its worker leaves for `abandoned_s` goes to another worker.
+    A consumer without entries that makes no call for `left_s` is deleted: workers with new names would leave one each.
     refresh_s: how often to look for new models and for abandoned entries. retry_s: the pause after an error.
     """
 
@@ -70,6 +74,7 @@ class TaskResultForwarder:
         worker: str,
         refresh_s: float = _REFRESH_S,
         abandoned_s: float = _ABANDONED_S,
+        left_s: float = _LEFT_S,
         retry_s: float = _RETRY_S,
     ) -> None:
         self._redis = client
@@ -80,6 +85,7 @@ class TaskResultForwarder:
         self._worker = worker
         self._refresh_s = refresh_s
         self._abandoned_ms = int(abandoned_s * 1000)
+        self._left_ms = int(left_s * 1000)
         self._retry_s = retry_s
         self._slots: tuple[str, ...] = ()
         self._refresh_at = 0.0
@@ -150,6 +156,16 @@ class TaskResultForwarder:
                 lane_key(slot), GROUP, self._worker, min_idle_time=self._abandoned_ms, count=_ENTRIES
             )
             yield from _entries(slot, answer[1])
+            # Behind XAUTOCLAIM: a dead worker with abandoned entries has none left.
+            self._forget_consumers(lane_key(slot))
+
+    def _forget_consumers(self, stream: str) -> None:
+        call, plain = redis_scripts.forget_consumers(stream, self._left_ms), cast(Any, self._redis)
+        try:
+            plain.execute_command(*call)
+        except redis.exceptions.NoScriptError:
+            plain.script_load(redis_scripts.SOURCES["forget_consumers"])
+            plain.execute_command(*call)
 
     def _read(self) -> list[_Entry]:
         streams: Any = {lane_key(slot): self._cursor for slot in self._slots}

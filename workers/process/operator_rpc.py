@@ -9,6 +9,7 @@ itself. A request can do nothing that the worker's user, broker role and registr
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -17,7 +18,7 @@ from collections import OrderedDict
 from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from penstock.registry import operator_rpc
 from penstock.registry.broker.base import FleetEnd
@@ -25,7 +26,7 @@ from penstock.registry.control import Command
 from penstock.registry.deployment import Deployment
 from penstock.registry.envelope import Keyring
 from penstock.registry.errors import ConfigurationError, Forbidden, InvalidInput, ModelNotReady, PenstockError
-from penstock.registry.package import Package, load_package
+from penstock.registry.package import ModelSpec, Package, load_package
 from penstock.registry.settings import Settings
 from penstock.registry.signed import Verifier
 
@@ -45,6 +46,13 @@ _PLAIN: Final = re.compile(r"\w[\w.-]{0,127}\Z")
 logger = logging.getLogger("penstock.server")
 
 
+class _Begun(NamedTuple):
+    """A request that runs or has ended. body_hash: SHA-256 of its body."""
+
+    body_hash: bytes
+    value: Future[Any]
+
+
 class OperatorRpcServer:
     """Runs at most four requests at a time. verify: checks the operators' signatures."""
 
@@ -56,32 +64,48 @@ class OperatorRpcServer:
         self._trusted_roots = settings.trusted_roots
         self._exports = settings.home / _EXPORTS
         self._keyring: Keyring = settings.keyring
-        self._done: OrderedDict[str, Future[Any]] = OrderedDict()
+        self._begun: OrderedDict[str, _Begun] = OrderedDict()
         self._running = threading.Semaphore(_AT_ONCE)
 
     def handle(self, command: Command) -> str:
         """Begins the request of a command, or finds it if it has begun; returns the signed response.
 
-        Raises UndecodableEnvelope, and ModelNotReady when too many requests run.
+        Raises UndecodableEnvelope, InvalidInput for an id that another request has, and ModelNotReady when too many
+        requests run.
         """
-        begun = self._done.get(command.request_id)
+        body_hash = hashlib.sha256(command.body).digest()
+        begun = self._begun.get(command.request_id)
         if begun is None:
-            begun = self._begin(command.request_id, operator_rpc.decode(command.body))
-        return operator_rpc.seal_response(command.request_id, _response(begun), self._keyring)
+            request = operator_rpc.decode(command.body)
+            begun = self._begun[command.request_id] = _Begun(body_hash, self._begin(request))
+            self._forget_oldest()
+        elif begun.body_hash != body_hash:
+            # Its operator would take the response to the other request for the response to this one.
+            raise InvalidInput("This id belongs to another operator request. Expected a new id for each request")
+        return operator_rpc.seal_response(command.request_id, _response(begun.value), self._keyring)
 
-    def _begin(self, key: str, request: operator_rpc.Request) -> Future[Any]:
+    def _begin(self, request: operator_rpc.Request) -> Future[Any]:
         if not self._running.acquire(blocking=False):
             raise ModelNotReady(
                 f"This worker runs {_AT_ONCE} operator requests already. Expected another worker, or a later try"
             )
         logger.info("operator request", extra={"request": type(request).__name__})
         future: Future[Any] = Future()
-        self._done[key] = future
-        if len(self._done) > _REMEMBERED:
-            self._done.popitem(last=False)
         # A daemon thread: a worker that stops does not wait until a large package is hashed.
-        threading.Thread(target=self._run, args=(future, request), name="operator-rpc", daemon=True).start()
+        thread = threading.Thread(target=self._run, args=(future, request), name="operator-rpc", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            self._running.release()
+            raise ModelNotReady(
+                "This worker can start no thread for an operator request. Expected another worker, or a later try"
+            ) from None
         return future
+
+    def _forget_oldest(self) -> None:
+        """Of too many requests, the oldest that has ended: one that runs would begin again with the next command."""
+        if len(self._begun) > _REMEMBERED:
+            del self._begun[next(key for key, begun in self._begun.items() if begun.value.done())]
 
     def _run(self, future: Future[Any], request: operator_rpc.Request) -> None:
         try:
@@ -117,6 +141,7 @@ class OperatorRpcServer:
             case operator_rpc.Spec(slot, version):
                 return self._broker.spec(slot, version)
             case operator_rpc.PutSpec(slot, spec, version):
+                _check_spec(slot, spec, version)
                 self._broker.put_spec(slot, spec, version)
                 return None
             case operator_rpc.Actives(slots):
@@ -140,6 +165,7 @@ class OperatorRpcServer:
     def _activate(self, request: operator_rpc.Activate) -> bool:
         """Refuses a record that workers would refuse: they would stop answering."""
         Deployment.open(b"%d " % request.epoch + request.record, request.slot, self._verify)
+        _check_spec(request.slot, request.spec, request.version)
         return self._broker.activate(request.slot, request.epoch, request.record, request.version, request.spec)
 
     def _enter(self, change: operator_rpc.Enter) -> None:
@@ -186,6 +212,15 @@ def _response(begun: Future[Any]) -> operator_rpc.Response:
         return operator_rpc.Response.refusal(problem)
     except TimeoutError:
         return operator_rpc.Response()
+
+
+def _check_spec(slot: str, encoded: bytes, version: str) -> None:
+    """Refuses a spec that clients of the model could not read: they would submit no more jobs."""
+    spec = ModelSpec.from_json(encoded)
+    if spec.name != slot or version not in ("", spec.version):
+        raise InvalidInput(
+            f"Found the spec of {spec.reference}. Expected that of {slot!r:.80}, version {version!r:.80}"
+        )
 
 
 def _hashed(manifest: Manifest) -> operator_rpc.HashedFiles:

@@ -23,11 +23,18 @@ __all__ = ["download_folder", "install"]
 def download_folder(models_root: Path) -> Iterator[Path]:
     """A temporary folder inside the models root: on its file system, so that a rename installs a package.
 
-    Workers do not look for packages so deep in the models root.
+    Workers do not look for packages so deep in the models root. Raises ConfigurationError, also for an OSError of the
+    block.
     """
-    models_root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".fetched-", dir=models_root) as temporary:
-        yield Path(temporary)
+    try:
+        models_root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".fetched-", dir=models_root) as temporary:
+            yield Path(temporary)
+    except OSError as error:
+        raise ConfigurationError(
+            f"Models root {models_root.name!r}: a package cannot be written there ({error.strerror}). "
+            f"Expected a folder with room, and in it <name>/<version>/{SPEC_FILE}"
+        ) from None
 
 
 def install(package: Path, models_root: Path, temporary: Path, label: str) -> Fetched:

@@ -49,8 +49,8 @@ class MlflowSource:
         except ImportError:
             raise ConfigurationError("mlflow is not installed. Expected: pip install '.[mlflow]'") from None
         into.mkdir()
-        client = MlflowClient(self._tracking_uri, self._registry_uri)
         try:
+            client = MlflowClient(self._tracking_uri, self._registry_uri)
             run, path = _artifact(client, reference)
             return Path(client.download_artifacts(run, path, str(into)))
         except MlflowException as error:

@@ -7,9 +7,10 @@ import socket
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
 from penstock import Client
@@ -18,7 +19,7 @@ from penstock.registry.webhook_secrets import new_secret
 from penstock.workers.process.exit_status import EXIT_CONFIGURATION
 from tests.compose.conftest import penstock
 from tests.receiver import HANG, Call, Receiver, Reply, verify
-from tests.servers import ROOT, Process, RedisServer, free_port, wait_until
+from tests.servers import ROOT, Process, RedisServer, free_port, redis_binaries, require, wait_until
 
 SECRET = new_secret()
 ALLOWED = {"PENSTOCK_WEBHOOK_SECRETS": SECRET, "PENSTOCK_INFERENCE_WEBHOOKS_ALLOW": "127.0.0.1"}
@@ -186,6 +187,29 @@ def test_run_delivers_until_it_is_told_to_stop(
     assert "the receiver answered 500" in log
     assert "token" not in log
     assert SECRET not in log
+
+
+def test_a_deliverer_is_ready_while_it_reaches_the_broker(tmp_path: Path):
+    """/health/ready says 503 while the broker is away, and 200 before and afterwards."""
+    server = RedisServer(require(next(iter(redis_binaries().values()), None), "redis-server")).start()
+    deliverer, port = _Deliverer(tmp_path), free_port()
+    try:
+        deliverer.start("--metrics-port", str(port), PENSTOCK_REDIS_URL=server.url, **ALLOWED)
+        wait_until(lambda: _readiness(port) == 200, 60, "the deliverer is ready")
+        server.kill()
+        wait_until(lambda: _readiness(port) == 503, 60, "the deliverer is not ready")
+        server.start()
+        wait_until(lambda: _readiness(port) == 200, 60, "the deliverer is ready again")
+    finally:
+        deliverer.kill()
+        server.stop()
+
+
+def _readiness(port: int) -> int:
+    """The status of /health/ready; 0 before the port listens."""
+    with suppress(httpx.TransportError):
+        return httpx.get(f"http://127.0.0.1:{port}/health/ready", timeout=180).status_code
+    return 0
 
 
 def _counted(port: int, slot: str, outcome: str) -> float:

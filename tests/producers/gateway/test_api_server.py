@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -91,6 +92,26 @@ def test_an_open_stream_ends_with_the_server(stack: GatewayStack, settings: Sett
     with server:
         assert httpx.get(f"{server.url}/health/live", timeout=PATIENCE_S).status_code == 200
     wait_until(lambda: threading.active_count() <= before, 30, "its threads have ended")
+
+
+def test_two_threads_start_one_gateway(settings: Settings):
+    """One of two calls at once is refused, and `stop` leaves no gateway behind."""
+    server, together = ApiServer(port=0, require_api_key=True, settings=settings), threading.Barrier(2)
+    refused = list[str]()
+
+    def start() -> None:
+        together.wait(PATIENCE_S)
+        try:
+            server.start()
+        except ConfigurationError as error:
+            refused.append(str(error))
+
+    with ThreadPoolExecutor(2) as pool:
+        for started in [pool.submit(start) for _ in range(2)]:
+            started.result(PATIENCE_S)
+    server.stop()
+    assert refused == ["The gateway runs. Expected one `start` before each `stop`"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "gateway"]
 
 
 def test_what_cannot_be_is_refused(settings: Settings):

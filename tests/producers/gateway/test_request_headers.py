@@ -74,11 +74,17 @@ def test_a_preference_out_of_grammar_is_400(line: str):
         (("application/json", "application/msgpack"), b"", JSON),
         (("text/html, application/octet-stream;q=0.5",), b"", BINARY),
         (("application/msgpack;q=0",), b"", JSON),
+        (("application/msgpack;q=0",), MSGPACK, JSON),
+        (("application/msgpack;q=0.0, */*",), MSGPACK, JSON),
+        (("application/octet-stream;q=0",), MSGPACK, MSGPACK),
         (("text/html",), MSGPACK, MSGPACK),
         (("*/*",), MSGPACK, MSGPACK),
         ((), b"", JSON),
     ],
 )
 def test_the_type_that_the_client_prefers(lines: tuple[str, ...], body: bytes, wanted: bytes):
-    """The highest quality, and among equal ones the first. One that is not here leaves the type of the body."""
+    """The highest quality, and among equal ones the first. One that is not here leaves the type of the body.
+
+    A type with the quality 0 is refused, also where it is that of the body.
+    """
     assert wanted_type(exchange_with(b"accept", *lines, content_type=body)) == wanted

@@ -165,6 +165,16 @@ def test_a_change_without_a_transition_is_none(harness: Harness):
         harness.enter(harness.decided().versions, [])
 
 
+def test_a_row_that_lacks_a_column_is_refused_in_words(harness: Harness):
+    """The operator of another program learns which columns are expected."""
+    decided = harness.decided()
+    for column in ("name", "signature", "stage"):
+        lacking = [{name: value for name, value in row.items() if name != column} for row in decided.versions]
+        with pytest.raises(InvalidInput, match=rf"versions lacks {column}\. Expected: name, "):
+            harness.enter(lacking, decided.transitions)
+    assert harness.production == "1"
+
+
 def test_records_signed_anew_are_the_same_records(harness: Harness):
     """A renewal replaces signatures and nothing else: with another word in it, it is refused as a whole."""
     new = new_key()

@@ -25,6 +25,16 @@ def test_bytes_that_are_no_yaml_are_refused(text: bytes):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    "value",
+    ["!!bool x", "!!int ''", "!!int -_", "!!float _", "!!timestamp x", "!!binary é", "!!int {a: 1}", "!!set [a]"],
+)
+def test_a_value_that_does_not_fit_its_tag_is_refused(value: str):
+    """The parser has an error of its own kind for each of them."""
+    with pytest.raises(BadDocument, match="not valid YAML"):
+        read_yaml(f"a: {value}".encode())
+
+
 def test_an_error_names_its_line():
     """The message continues a line that begins with the file's name."""
     with pytest.raises(BadDocument, match=r"^, line 3: not valid YAML$"):

@@ -257,6 +257,13 @@ class TestMlflow:
             mlflow_shelf.source.fetch(mlflow_shelf.put(flavour))
         assert list((tmp_path / "models").iterdir()) == []
 
+    @pytest.mark.usefixtures("mlflow_store")
+    def test_an_address_that_mlflow_does_not_know_is_one_line(self, tmp_path: Path):
+        """The error names the reference, and MLflow's code for it."""
+        source = MlflowSource("ftp://store", tmp_path / "models")
+        with pytest.raises(ConfigurationError, match=r"^runs:/1/model: MLflow answers [A-Z_]+, expected files$"):
+            source.fetch("runs:/1/model")
+
     def test_artefacts_without_a_package_are_refused(self, mlflow_shelf: MlflowOrigin, tmp_path: Path):
         """The line says what is missing."""
         (tmp_path / "plots").mkdir()

@@ -14,6 +14,7 @@ from celery.worker import state as worker_state
 from celery.worker.control import Panel
 from kombu.connection import Connection
 
+from penstock.registry.control import CONTROL_COMMAND, CommandVerifier
 from penstock.registry.envelope import JobHeader
 from penstock.workers.celery_bridge.events import CeleryEventSender
 from penstock.workers.celery_bridge.remote_control import (
@@ -21,6 +22,7 @@ from penstock.workers.celery_bridge.remote_control import (
     keep_foreign_results,
     refuse_commands,
     refuse_pool_commands,
+    register_control_command,
     restored_tables,
     show_drain,
 )
@@ -148,3 +150,13 @@ def test_celerys_tables_are_given_back(app: Celery):
     assert (dict(Panel.data), dict(Panel.meta)) == (commands, descriptions)
     assert heartbeat.active_requests is worker_state.active_requests
     assert heartbeat.all_total_count is worker_state.all_total_count
+
+
+def test_a_control_command_has_one_argument():
+    """One with further arguments is refused in words, without the names of functions."""
+    with restored_tables():
+        register_control_command(CommandVerifier(lambda *_: True, "w"), lambda _: "done")
+        for further in ({"foo": 1}, {"state": 1}):
+            assert Panel.data[CONTROL_COMMAND](None, command="x", **further) == {
+                "error": "a control command with 2 arguments. Expected one"
+            }

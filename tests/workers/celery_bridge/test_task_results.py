@@ -15,7 +15,7 @@ from penstock.registry.broker.base import State
 from penstock.registry.broker.redis_streams import RedisStreams
 from penstock.registry.envelope import Failure, Keyring
 from penstock.registry.errors import JobFailed, ModelError, ResultGone
-from penstock.registry.queues import lane_key, record_key, task_request_key
+from penstock.registry.queues import GROUP, lane_key, record_key, task_request_key
 from penstock.workers.celery_bridge.result_store import CeleryResultStore, Request
 from penstock.workers.celery_bridge.task_results import TaskResultForwarder
 from tests.payload_keys import sealing
@@ -157,6 +157,30 @@ def test_results_of_a_worker_that_died_are_stored_by_another(
         wait_until(lambda: dead.calls, 10, "the first worker has it")
     with forwarding(shared_redis, broker, backend, worker=heir, **times_s):
         assert backend.of("orphan")["job_id"] == f"{slot}.orphan"
+
+
+def test_consumers_of_dead_workers_are_deleted(shared_redis: RedisServer, broker: RedisStreams, slot: str):
+    """Those without entries, once they make no call any more. One that holds an entry stays until it is abandoned."""
+    endpoint, stream = ingress(broker, shared_redis), lane_key(slot)
+    endpoint.admit("held", model=slot, inputs=ROWS)
+    finish(broker, claim(broker, slot)[0])
+    with shared_redis.client() as client:
+        client.xgroup_create(stream, GROUP, id="0")
+        client.xgroup_createconsumer(stream, GROUP, "dead")
+        client.xreadgroup(GROUP, "holding", {stream: ">"})
+
+        def consumers() -> set[bytes]:
+            return {each["name"] for each in client.xinfo_consumers(stream, GROUP)}
+
+        assert consumers() == {b"dead", b"holding"}
+        backend = ResultMemory()
+        with forwarding(shared_redis, broker, backend, refresh_s=0.01, left_s=0.05):
+            wait_until(lambda: b"dead" not in consumers(), 30, "the consumer without entries is deleted")
+            assert b"holding" in consumers()
+        assert not backend.calls
+        with forwarding(shared_redis, broker, backend, refresh_s=0.01, left_s=0.05, abandoned_s=0.05):
+            assert backend.of("held")["job_id"] == f"{slot}.held"
+            wait_until(lambda: b"holding" not in consumers(), 30, "the other consumer is deleted")
 
 
 def test_a_result_that_expired_unseen_is_a_failure_and_not_a_hang(

@@ -25,6 +25,7 @@ from penstock.registry.errors import (
     RegistryUnavailable,
     UndecodableEnvelope,
 )
+from penstock.registry.package import load_package
 from penstock.registry.settings import Settings
 from penstock.safety.operator_key import PublicKeys
 from penstock.workers.process.operator_rpc import OperatorRpcServer
@@ -127,9 +128,59 @@ def test_a_package_is_read_below_the_models_root(harness: Harness):
         harness.run(operator_rpc.Inspect("none/1"))
 
 
+def test_an_id_belongs_to_one_request(harness: Harness):
+    """A command with the id of another request is refused: it does not get the response to that one."""
+    harness.ask(operator_rpc.Names(), key="e1")
+    with pytest.raises(InvalidInput, match="another operator request"):
+        harness.ask(operator_rpc.Actives(("double",)), key="e1")
+
+
+def test_a_running_request_is_remembered(harness: Harness):
+    """However many others end meanwhile, it does not begin again."""
+    harness.ask(operator_rpc.Models(), key="long")
+    for number in range(300):
+        harness.run(operator_rpc.Spec(f"m{number}", "1"))
+    assert not harness.ask(operator_rpc.Models(), key="long").is_done
+    assert harness.broker.asked == 1
+
+
+def test_a_request_without_a_thread_is_refused(harness: Harness):
+    """Where the machine starts no thread, the operator learns it at once, and later requests run."""
+    usual = threading.stack_size(2**46)
+    try:
+        for number in range(5):
+            with pytest.raises(ModelNotReady, match="start no thread"):
+                harness.ask(operator_rpc.Names(), key=f"e{number}")
+    finally:
+        threading.stack_size(usual)
+    assert harness.run(operator_rpc.Names(), tuple[str, ...]) == ()
+
+
+@pytest.mark.parametrize(
+    ("slot", "spec", "version"),
+    [
+        ("double", b"garbage", "1"),
+        ("double", b"{}", ""),
+        ("other", None, "1"),
+        ("double", None, "2"),
+        ("not a name}", None, ""),
+    ],
+)
+def test_a_spec_that_clients_could_not_read_is_not_written(
+    harness: Harness, slot: str, spec: bytes | None, version: str
+):
+    """A spec that is none, or that is another model's, leaves no trace in the broker."""
+    encoded = load_package(write_double(harness.root)).spec.to_json() if spec is None else spec
+    with pytest.raises((ConfigurationError, InvalidInput)):
+        harness.run(operator_rpc.PutSpec(slot, encoded, version))
+    harness.broker.may_answer.set()
+    assert (harness.broker.models(), harness.broker.spec(slot, version)) == ([], None)
+
+
 def test_a_deployment_that_workers_would_refuse_is_not_written(harness: Harness):
     """A record of another model or epoch, or of an unknown key, does not reach the broker (S0.3)."""
     known, unknown = new_key(), new_key()
+    spec = load_package(write_double(harness.root)).spec.to_json()
     harness.rpc_server = OperatorRpcServer(harness.settings, harness.broker, PublicKeys.parse(known.public_text).verify)
     decision = Deployment(3, "double", "1", "ab" * 32)
     for slot, epoch, record in (
@@ -139,9 +190,11 @@ def test_a_deployment_that_workers_would_refuse_is_not_written(harness: Harness)
         ("other", 3, decision.seal(known.sign)),
     ):
         with pytest.raises(BadSignature):
-            harness.run(operator_rpc.Activate(slot, epoch, record, "1", b"{}"))
+            harness.run(operator_rpc.Activate(slot, epoch, record, "1", spec))
+    with pytest.raises(ConfigurationError, match="Stored model spec"):
+        harness.run(operator_rpc.Activate("double", 3, decision.seal(known.sign), "1", b"{}"))
     assert harness.broker.actives(["double", "other"]) == {"double": b"", "other": b""}
-    assert harness.run(operator_rpc.Activate("double", 3, decision.seal(known.sign), "1", b"{}"), bool)
+    assert harness.run(operator_rpc.Activate("double", 3, decision.seal(known.sign), "1", spec), bool)
 
 
 def test_code_outside_the_trusted_roots_is_refused(harness: Harness, tmp_path: Path):

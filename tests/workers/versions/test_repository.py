@@ -93,10 +93,25 @@ def test_a_model_without_a_valid_version_is_left_out_unless_it_is_named(
     """A bad folder does not affect other models; if the settings name it, the start fails."""
     half_copied(models_root, "bad", "1")
     write(models_root, "good", "1")
+    for name, line in (("odd", "policy: !!bool x"), ("empty", "generate: ''")):
+        with (write_package(models_root, name, SOURCE) / "model.yaml").open("a") as file:
+            file.write(f"{line}\n")
     assert active_at_start(models_root) == {"good": "1"}
+    assert "model not served: odd/1/model.yaml: not valid YAML" in caplog.messages
+    assert any("empty/1/model.yaml: generate: found" in message for message in caplog.messages)
     assert "model not served: bad/1/model.yaml, line 1: not valid YAML" in caplog.messages
     with pytest.raises(ConfigurationError, match=r"^bad/1/model\.yaml, line 1: not valid YAML$"):
         active_at_start(models_root, "good", "bad")
+
+
+def test_links_that_cannot_be_followed_affect_no_other_model(models_root: Path, caplog: pytest.LogCaptureFixture):
+    """A link whose target has too long a name, in the place of a model, of a version and of a model.yaml."""
+    write(models_root, "good", "1")
+    (models_root / "bad" / "1").mkdir(parents=True)
+    for link in ("model", "bad/2", "bad/1/model.yaml"):
+        (models_root / link).symlink_to("x" * 300)
+    assert active_at_start(models_root) == {"good": "1"}
+    assert "model not served: bad/2/model.yaml: cannot be read (File name too long)" in caplog.messages
 
 
 def test_without_a_valid_model_the_first_problem_is_raised(models_root: Path):

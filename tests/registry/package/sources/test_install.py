@@ -92,6 +92,22 @@ def test_pickles_are_refused(name: str, put: Put, models_root: Path):
     assert files_of(models_root) == {}
 
 
+@pytest.mark.parametrize("file", ["", "double", "double/1"])
+def test_a_file_in_the_place_of_a_folder_is_one_line(file: str, put: Put, models_root: Path):
+    """The error has the reason of the system and no path; nothing of the download is left."""
+    place = models_root / file
+    if place.is_dir():
+        place.rmdir()
+    place.parent.mkdir(exist_ok=True)
+    place.write_text("a file")
+    with pytest.raises(
+        ConfigurationError, match=r"^Models root 'models': a package cannot be written there \("
+    ) as told:
+        put()
+    assert str(models_root.parent) not in str(told.value)
+    assert files_of(models_root.parent) == {place.relative_to(models_root.parent).as_posix(): b"a file"}
+
+
 def test_a_download_is_invisible_and_short_lived(models_root: Path):
     """Workers find no package in the folder of a download, which is removed also after an error."""
     with pytest.raises(RuntimeError), download_folder(models_root) as temporary:  # noqa: PT012 - what the block does before the error is the subject
