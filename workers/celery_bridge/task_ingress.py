@@ -14,12 +14,14 @@ from datetime import UTC, datetime
 from typing import Any, Final, NoReturn, TypeGuard, cast
 
 from celery import Task
+from celery.app.task import Context
 from celery.exceptions import Ignore, InvalidTaskError, Reject
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from celery.worker.request import Request
 
 from penstock.registry.admission import JobBuilder, SpecCache, SubmitOptions
 from penstock.registry.broker.base import Limits, ProducerEnd
+from penstock.registry.envelope import TRACEPARENT
 from penstock.registry.errors import (
     BrokerUnavailable,
     ConfigurationError,
@@ -78,6 +80,7 @@ class TaskIngress:
         version: str | None = None,
         outputs: Sequence[str] = (),
         endpoint: str | None = None,
+        traceparent: str = "",
         request: Mapping[str, object] | None = None,
     ) -> str:
         """Publish the job `<model>.<task id>` and return its id. The same task id again is the same job.
@@ -96,7 +99,8 @@ class TaskIngress:
         if slot != spec.name:
             raise InvalidInput(f"Bad task id {task_id!r:.80}. Expected letters, digits, '_', ':' or '-'")
         # `build` checks the name of the priority: a task may bring any value.
-        options = SubmitOptions(cast(PriorityName, priority), deadline_s, tenant, version, outputs, endpoint=endpoint)
+        named = cast(PriorityName, priority)
+        options = SubmitOptions(named, deadline_s, tenant, version, outputs, traceparent, endpoint=endpoint)
         job = self._builder.build(spec, inputs, options, reply=lane_key(slot), job_id=job_id, lane=True)
         # Before the job, which may end at once.
         self._keep(job_id, request or {})
@@ -149,6 +153,7 @@ class InferTask(Task):  # type: ignore[misc]  # Celery is untyped
                 version=version,
                 outputs=outputs,
                 endpoint=endpoint,
+                traceparent=_traceparent(self.request),
                 request=essence(self.request),
             )
         except (QueueFull, BrokerUnavailable) as error:
@@ -182,6 +187,16 @@ def _refuse_time_limits(limits: Sequence[object] | None) -> None:
             "time_limit and soft_time_limit do not apply: a forward runs for many jobs. Expected no time limit; "
             "`timeout_s` in model.yaml limits a forward, `expires` limits the wait"
         )
+
+
+def _traceparent(request: Context) -> str:
+    """The trace context of the sender, which OpenTelemetry's instrumentation of Celery writes into the headers.
+
+    Empty without one, and for any other text: no task fails for the sake of its trace.
+    """
+    headers = request.headers if isinstance(request.headers, Mapping) else {}
+    sent = getattr(request, "traceparent", None) or headers.get("traceparent")
+    return sent if isinstance(sent, str) and TRACEPARENT.fullmatch(sent) else ""
 
 
 def _earlier(deadline_s: float | None, expires: object) -> float | None:

@@ -260,6 +260,19 @@ def test_options_that_do_not_concern_the_job_are_accepted(program: Program):
     assert header_of(program).priority == "normal"
 
 
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.mark.parametrize(
+    ("sent", "carried"), [(TRACE, TRACE), (None, ""), ("", ""), ("00-none", ""), (TRACE.upper(), ""), ({"a": 1}, "")]
+)
+def test_the_trace_of_a_message_is_that_of_its_job(program: Program, sent: object, carried: str):
+    """OpenTelemetry's instrumentation of Celery writes it into the headers. A bad one makes no task fail."""
+    program.infer().apply_async(headers={"traceparent": sent} if sent is not None else {})
+    program.take()
+    assert header_of(program).traceparent == carried
+
+
 def test_a_revoked_message_becomes_no_job(program: Program):
     """`control revoke` reaches a task that waits for its `eta` or in Celery's queue."""
     result = program.infer().apply_async()
