@@ -125,7 +125,8 @@ class WebSockets:
     async def _run(self, handshake: Exchange, model: str | None, receive: Receive, send: Send) -> None:
         """An accepted connection, to its end."""
         enter = partial(self._enter, handshake)
-        connection = _Connection(receive, send, self._jobs, model, self._limits, self._server, self._figures, enter)
+        asked = _Defaults(model, handshake.header(b"traceparent"))
+        connection = _Connection(receive, send, self._jobs, asked, self._limits, self._server, self._figures, enter)
         self._open.add(connection)
         end_watch = handshake.entry.on_revoked(lambda: connection.end(_REVOKED))
         try:
@@ -172,15 +173,22 @@ class _Request:
             await self.handle.cancel()
 
 
+class _Defaults(NamedTuple):
+    """What the handshake says for requests that do not."""
+
+    model: str | None
+    traceparent: str
+
+
 class _Connection:
-    """One accepted WebSocket. model: of requests that name none. enter: admits the present task, or raises."""
+    """One accepted WebSocket. defaults: of requests that do not say. enter: admits the present task, or raises."""
 
     def __init__(
         self,
         receive: Receive,
         send: Send,
         jobs: Jobs,
-        model: str | None,
+        defaults: _Defaults,
         limits: Limits,
         server: ServerConfig,
         figures: GatewayFigures,
@@ -190,7 +198,7 @@ class _Connection:
         self._receive = receive
         self._send = send
         self._jobs = jobs
-        self._model = model
+        self._defaults = defaults
         self._timeout_s = limits.client_timeout_s
         self._server = server
         self._figures = figures
@@ -324,9 +332,9 @@ class _Connection:
     async def _ask(self, request: Ask, document: Document, opened: _Request) -> None:
         begun = self._now()
         client = self._jobs.client
-        spec = await client.spec_of(await named_model(client, request.model or self._model), request.version)
+        spec = await client.spec_of(await named_model(client, request.model or self._defaults.model), request.version)
         is_flat = isinstance(request.inputs, list)
-        job = _job_of(request, spec, document, is_flat=is_flat)
+        job = _job_of(request, spec, document, self._defaults.traceparent, is_flat=is_flat)
         is_stream = request.stream if request.stream is not None else spec.streams and not is_flat
         async with self._jobs.following(job, opened) as handle:
             opened.handle = handle
@@ -436,8 +444,8 @@ async def _end_of(handle: AsyncJobHandle, seq: int) -> JobEvent:
         return JobEvent(seq, info.status, failure)
 
 
-def _job_of(request: Ask, spec: ModelSpec, document: Document, *, is_flat: bool) -> JobRequest:
-    """The job of a request. Raises InvalidInput."""
+def _job_of(request: Ask, spec: ModelSpec, document: Document, traceparent: str, *, is_flat: bool) -> JobRequest:
+    """The job of a request. traceparent: of a request that has none. Raises InvalidInput."""
     if request.inputs is None:
         expected = ", ".join(tensor.name for tensor in spec.inputs)
         raise InvalidInput(f"Missing inputs. Expected an object with: {expected}, or one row of numbers")
@@ -456,6 +464,7 @@ def _job_of(request: Ask, spec: ModelSpec, document: Document, *, is_flat: bool)
         priority=request.priority,
         deadline_s=None if request.timeout_ms is None else request.timeout_ms / 1000,
         idempotency_key=request.idempotency_key,
+        traceparent=request.traceparent or traceparent,
     )
 
 

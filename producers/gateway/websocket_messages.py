@@ -49,7 +49,8 @@ Written: TypeAlias = str | bytes
 
 
 class Ask(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A job. inputs: a tensor for each input, or one row of numbers. stream: None as the model has it."""
+    """A job. inputs: a tensor for each input, or one row of numbers. stream: None as the model has it. traceparent:
+    empty: that of the handshake."""
 
     id: RequestId = None
     model: str | None = None
@@ -59,6 +60,7 @@ class Ask(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     priority: PriorityName = "normal"
     timeout_ms: float | None = None
     idempotency_key: str | None = None
+    traceparent: str = ""
     stream: bool | None = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import socket
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import grpc
 import numpy as np
 import pytest
+from websockets.sync.client import connect
 
 from penstock import Client
 from penstock.producers.gateway.rpc.messages import message
@@ -181,6 +183,22 @@ def test_a_grpc_call_has_a_span_whose_jobs_are_its_children(site: Site):
     }
     (refused,) = spans_of(site, lost, "inference.InferenceService/Predict")
     assert refused.attributes["rpc.grpc.status_code"] == grpc.StatusCode.NOT_FOUND.value[0]
+
+
+def test_a_websocket_request_has_the_trace_of_its_message_or_of_the_handshake(site: Site):
+    """Pages of a browser cannot send the header. A text that is no trace context is refused, and the connection goes
+    on."""
+    (of_handshake, header), (of_message, field) = new_trace(), new_trace()
+    address = site.gateway.url.replace("http", "ws") + "/predict/stream?model=double"
+    with connect(address, additional_headers={"traceparent": header}) as socket:
+        for row, more in ((31, {}), (32, {"traceparent": field}), (33, {"traceparent": "no"})):
+            socket.send(json.dumps({"id": row, "inputs": [float(row), 0.0, 0.0, 0.0], **more}))
+            answer = json.loads(socket.recv(180))
+            assert (answer["type"], answer["id"]) == ("error" if row == 33 else "completed", row)
+    assert answer["status"] == 422
+    for trace in (of_handshake, of_message):
+        (process,) = spans_of(site, trace, "process double")
+        assert process.parent == PARENT
 
 
 def counted(metric: Any, **attributes: str) -> float:
