@@ -132,7 +132,7 @@ def test_required_keys_come_with_a_registry(given: str):
     url = given or _filled(gateway["environment"]["PENSTOCK_REGISTRY_URL"])
     if given:
         installs = [rest for word, rest in _stages(COMPOSE / "Dockerfile.gateway")["build"] if word == "RUN"]
-        assert "[gateway,postgres]" in " ".join(installs)
+        assert "[gateway,otel,postgres]" in " ".join(installs)
         return
     folder = url.removeprefix("sqlite:///").rpartition("/")[0]
     assert f"gateway-files:{folder}" in gateway["volumes"]

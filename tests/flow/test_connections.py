@@ -31,7 +31,7 @@ class TlsServer(Process):
 
     celery_url = ""
 
-    def __init__(self, binary: str, folder: Path) -> None:
+    def __init__(self, binary: Path, folder: Path) -> None:
         super().__init__(folder)
         self._binary = binary
         self._port = free_port()
