@@ -18,7 +18,7 @@ import click
 
 from penstock.compose.cli import main as command_line
 from penstock.registry import errors
-from penstock.registry.metrics import ENGINE_METRICS, GATEWAY_METRICS, METRICS
+from penstock.registry.metrics import ENGINE_METRICS, GATEWAY_METRICS, METRICS, RAY_SERVE_METRICS
 from penstock.registry.package.schema import schema_text
 from penstock.registry.settings import Setting, Settings, catalogue
 from penstock.registry.settings_sections import InferenceConfig, WorkerSettings
@@ -108,11 +108,11 @@ def metrics_page() -> str:
     """Every metric, with its labels; histograms with their buckets."""
     rows = [
         (f"`{each.name}`", each.kind, each.unit, ", ".join(f"`{label}`" for label in each.labels), each.help)
-        for each in (*METRICS, *GATEWAY_METRICS, *ENGINE_METRICS)
+        for each in (*METRICS, *GATEWAY_METRICS, *ENGINE_METRICS, *RAY_SERVE_METRICS)
     ]
     buckets = [
         (f"`{each.name}`", ", ".join(f"{edge:g}" for edge in each.buckets) or "those of the setting `metrics_buckets`")
-        for each in (*METRICS, *GATEWAY_METRICS, *ENGINE_METRICS)
+        for each in (*METRICS, *GATEWAY_METRICS, *ENGINE_METRICS, *RAY_SERVE_METRICS)
         if each.kind == "histogram"
     ]
     return _page(
@@ -122,6 +122,8 @@ def metrics_page() -> str:
             "Those that begin with `penstock_http` are the gateway's, at `/metrics` of its own port. "
             f"{' and '.join(f'`{each.name}`' for each in ENGINE_METRICS)} are those of an "
             "[engine without a worker](../how-to/generate.md#the-engine-alone). "
+            "Those that begin with `penstock_ray_serve` are in the process of a "
+            "[replica of Ray Serve](../how-to/applications.md#ray-serve). "
             "`penstock shadow run`, `penstock webhooks run`, `penstock rollout start` and `penstock rollout resume` "
             "serve their own figures with `--metrics-port`. Commands that end at once have none.",
             _table(

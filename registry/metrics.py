@@ -72,6 +72,9 @@ __all__ = [
     "QUEUE_AGE",
     "QUEUE_DEPTH",
     "QUEUE_WAIT",
+    "RAY_SERVE_CALLS",
+    "RAY_SERVE_METRICS",
+    "RAY_SERVE_SECONDS",
     "READY",
     "REQUESTS",
     "RETRIED",
@@ -486,3 +489,21 @@ ENGINE_DEVICE_MEMORY: Final = Metric(
 )
 ENGINE_METRICS: Final = (ENGINE_FINISHED, ENGINE_DEVICE_MEMORY)
 """The metrics of an engine without a worker, beside those of generation: see workers/generation/monitoring.py."""
+
+RAY_SERVE_CALLS: Final = Metric(
+    "penstock_ray_serve_calls_total",
+    "counter",
+    "calls",
+    ("model_name", "priority", "outcome"),
+    "Calls of a deployment of Ray Serve by outcome, and by the priority of their job",
+)
+RAY_SERVE_SECONDS: Final = Metric(
+    "penstock_ray_serve_seconds",
+    "histogram",
+    "seconds",
+    ("model_name", "priority", "outcome"),
+    "From the beginning of such a call to its end",
+    _DURATIONS,
+)
+RAY_SERVE_METRICS: Final = (RAY_SERVE_CALLS, RAY_SERVE_SECONDS)
+"""The metrics of a replica of Ray Serve, in its own process: see producers/ray_serve/telemetry.py."""

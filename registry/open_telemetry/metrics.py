@@ -34,7 +34,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from penstock.registry.errors import ConfigurationError
-from penstock.registry.metrics import ENGINE_METRICS, GATEWAY_METRICS, METRICS
+from penstock.registry.metrics import ENGINE_METRICS, GATEWAY_METRICS, METRICS, RAY_SERVE_METRICS
 from penstock.registry.open_telemetry.ending import ended_soon
 
 __all__ = ["OTelExporter", "interval_s"]
@@ -44,7 +44,9 @@ Attributes: TypeAlias = tuple[tuple[str, str], ...]
 _INTERVAL_VARIABLE: Final = "OTEL_METRIC_EXPORT_INTERVAL"
 _UNITS: Final = {"seconds": "s", "bytes": "By", "ratio": "1", "": "1"}
 """Those that UCUM knows; any other one counts things, and is an annotation."""
-_UNIT_OF: Final = {metric.name: metric.unit for metric in (*METRICS, *GATEWAY_METRICS, *ENGINE_METRICS)}
+_UNIT_OF: Final = {
+    metric.name: metric.unit for metric in (*METRICS, *GATEWAY_METRICS, *ENGINE_METRICS, *RAY_SERVE_METRICS)
+}
 _SCOPE: Final = InstrumentationScope("penstock")
 
 logger = logging.getLogger("penstock.server")

@@ -25,7 +25,7 @@ APACHE_2 = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
         ("tensor parallel", "not done"),
         ("pipeline parallel", "not done"),
         ("AWQ and GPTQ", "not done"),
-        ("Ray Serve", "not done"),
+        ("Ray Serve", "done"),
         ("OpenTelemetry", "done"),
         ("estimates of cost", "done"),
     ],

@@ -23,6 +23,7 @@ EXCUSES = {
     "only Linux kills children with their parent": "the promise is made for Linux",
     "only Linux has a class for work that gives way": "other platforms have the niceness alone",
     "this machine mounts no disk in a namespace": "containers often may not; another test injects the full disk",
+    "needs Ray Serve": "hundreds of megabytes for one peer; without it, other tests show the same of our classes",
     "needs docker compose": "containers have no docker of their own; the marker is `docker`",
 }
 """Why a test may be skipped in CI, too."""

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from penstock.registry import metrics
-from penstock.registry.metrics import ENGINE_METRICS, GATEWAY_METRICS, METRICS, Metric
+from penstock.registry.metrics import ENGINE_METRICS, GATEWAY_METRICS, METRICS, RAY_SERVE_METRICS, Metric
 
 PROMISED = {
     "infer_requests_total": ("counter", ("model", "route")),
@@ -32,14 +32,14 @@ def test_our_metrics_say_model_version_and_endpoint():
 def test_table_is_whole_and_without_repeats():
     """Every constant of the module is in one of the tables once, and nothing else is."""
     constants = [value for value in vars(metrics).values() if isinstance(value, Metric)]
-    listed = [*METRICS, *GATEWAY_METRICS, *ENGINE_METRICS]
+    listed = [*METRICS, *GATEWAY_METRICS, *ENGINE_METRICS, *RAY_SERVE_METRICS]
     assert sorted(metric.name for metric in listed) == sorted(metric.name for metric in constants)
     assert len({metric.name for metric in listed}) == len(listed)
 
 
 def test_names_follow_prometheus():
     """Names are valid, counters end in _total, durations in _seconds, and each line has a help text."""
-    for metric in (*METRICS, *GATEWAY_METRICS, *ENGINE_METRICS):
+    for metric in (*METRICS, *GATEWAY_METRICS, *ENGINE_METRICS, *RAY_SERVE_METRICS):
         assert metric.help
         assert metric.name.endswith("_total") is (metric.kind == "counter")
         assert metric.name.endswith("_seconds") is (metric.unit == "seconds")
@@ -47,6 +47,6 @@ def test_names_follow_prometheus():
 
 def test_histograms_have_increasing_edges():
     """Buckets are strictly increasing; only infer_latency_seconds takes its edges from the settings."""
-    for metric in (*METRICS, *GATEWAY_METRICS, *ENGINE_METRICS):
+    for metric in (*METRICS, *GATEWAY_METRICS, *ENGINE_METRICS, *RAY_SERVE_METRICS):
         assert all(low < high for low, high in pairwise(metric.buckets))
         assert bool(metric.buckets) is (metric.kind == "histogram" and metric is not metrics.LATENCY)
