@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -177,9 +178,10 @@ def test_a_span_never_has_the_text_of_an_error(program: Program, kind: str):
         yield X[0]
         raise ValueError("secret row")
 
-    for model, items in (("repeating", [X[0] * 77]), ("double", rows())):
+    asked: dict[str, Iterable[Any]] = {"repeating": [X[0] * 77], "double": rows()}
+    for model, items in asked.items():
         with pytest.raises((ModelError, ValueError), match="secret"):
-            run(kind, lambda client, model=model, items=items: client.map(model, items), settings())
+            run(kind, methodcaller("map", model, items), settings())
         (publish,) = program.named(f"publish {model}")
         assert not publish.status.is_ok
         assert publish.events == ()
