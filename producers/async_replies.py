@@ -9,6 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import Context
 from itertools import chain
 from math import inf
 from typing import Final, TypeAlias
@@ -95,7 +96,7 @@ class SubmitCoalescer:
 
         def receive(receipts: list[Receipt] | None) -> None:
             if receipts is None:
-                self._task = self._loop.create_task(self._send_with_retries(jobs, waiting))
+                self._task = self._loop.create_task(self._send_with_retries(jobs, waiting), context=Context())
             else:
                 self._answer(waiting, receipts)
                 self._send_next()
@@ -286,7 +287,8 @@ class AsyncReplyReader:
     def listen(self) -> None:
         """Starts the reading task unless it runs."""
         if self._reader is None:
-            self._reader = asyncio.create_task(self._read())
+            # It reads for all callers: it is no part of what the first one does, nor of its span.
+            self._reader = asyncio.create_task(self._read(), context=Context())
 
     def subscribe(self, job_id: str, after: int) -> Subscription:
         """The queue to which the job's events after `after` will be added."""
@@ -399,7 +401,7 @@ class AsyncReplyReader:
     def _wake_if_behind(self) -> None:
         key = self._router.wake_key(self._reading) if self._reading else None
         if key is not None and (self._waker is None or self._waker.done()):
-            self._waker = asyncio.create_task(self._nudge(key))
+            self._waker = asyncio.create_task(self._nudge(key), context=Context())
 
     async def _nudge(self, key: str) -> None:
         with contextlib.suppress(BrokerUnavailable):

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 from msgspec.structs import replace
-from opentelemetry.trace import Span, SpanKind, Tracer
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.util.types import AttributeValue
 
 from penstock.producers.job_state import HandleCore
 from penstock.registry.admission import SubmitOptions
-from penstock.registry.open_telemetry.contexts import is_sampled, parent_of, traceparent_of
+from penstock.registry.open_telemetry.contexts import is_context, is_sampled, parent_of, traceparent_of
 
 __all__ = ["AsyncPublishSpans", "PublishSpans"]
 
@@ -32,7 +32,8 @@ class PublishSpans:
     def publishing(self, model: str, options: SubmitOptions) -> Iterator[tuple[Span, SubmitOptions]]:
         """The span of a call, and options whose jobs are children of it. An error of the block is the span's.
 
-        A trace that nobody records makes no jobs with a trace, unless the caller has given its context.
+        A trace that nobody records makes no jobs with a trace, unless the caller has given its context. A context that
+        is none stays in the options: it is refused, as without spans.
         """
         attributes: Mapping[str, AttributeValue] = {
             "messaging.system": "penstock",
@@ -47,9 +48,18 @@ class PublishSpans:
             parent_of(given) if given else None,
             kind=SpanKind.PRODUCER,
             attributes=attributes,
+            record_exception=False,
+            set_status_on_exception=False,
         ) as span:
             own = traceparent_of(span.get_span_context())
-            yield span, replace(options, traceparent=own) if is_sampled(own) else options
+            is_carried = is_sampled(own) and (not given or is_context(given))
+            try:
+                yield span, replace(options, traceparent=own) if is_carried else options
+            except BaseException as error:  # also a cancelled task
+                # Neither its text nor its traceback: they may repeat what the job asked.
+                span.set_attribute("error.type", type(error).__name__)
+                span.set_status(Status(StatusCode.ERROR))
+                raise
 
     def publish(self, model: str, options: SubmitOptions, submit: Callable[..., Any]) -> Any:
         """What `submit(options=...)` returns, inside of a span: one handle, or several."""

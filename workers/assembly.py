@@ -246,6 +246,7 @@ class _Assembly:
             texts=CachedTexts(
                 self.events,
                 self.identity.keyring,
+                self.broker.job_events,
                 max_bytes=self.settings.inference.queue.max_event_bytes,
                 now_ms=self.broker.now_ms,
             ),

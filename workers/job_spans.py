@@ -99,7 +99,10 @@ def _of_run(run: BatchRun) -> dict[str, AttributeValue]:
 
 def _of_text(outcome: JobOutcome) -> dict[str, AttributeValue]:
     """What the conventions for generated texts ask for; nothing for other models."""
-    answer = outcome.answer
+    answer, version = outcome.answer, outcome.version
+    # Any model may have an output with such a name.
+    if version is None or version.spec.generate is None:
+        return {}
     if not isinstance(answer, EncodedOutputs) or USAGE not in {tensor.name for tensor in answer.content}:
         return {}
     outputs = decode(answer.content, answer.body)

@@ -183,7 +183,8 @@ class StatusReporter:
         for version in tuple(self._lifecycle.table.turns):
             figures = version.generation_figures()
             if version.spec.format == "generate" and not version.shares_model:
-                self._metrics.engine_ran(version.name, version.label, None if figures is None else figures.compute_s)
+                compute_s = None if figures is None else figures.compute_s
+                self._metrics.engine_ran(version.name, version.label, version.endpoint, compute_s)
             if figures is None:
                 continue
             queues = depths.get(version.name, ())

@@ -1,6 +1,6 @@
 """Costs of each model, from the workers' reports: so far, of 1,000 jobs by form, and the projected savings.
 
-worker reports, twice --> jobs per hour of each model --> rows --> JSON or a table
+worker reports, twice --> jobs per hour of each model and currency --> rows --> JSON or a table
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -19,6 +19,9 @@ from penstock.registry.broker.base import FleetEnd
 from penstock.workers.observe.cost import HOURS_PER_MONTH, FormCost, per_1000_by_form, projected_savings
 
 __all__ = ["costs", "draw_costs", "jobs_per_hour", "measure"]
+
+Priced: TypeAlias = tuple[str, str]
+"""(model, currency)."""
 
 
 def measure(broker: FleetEnd, interval_s: float, requests_per_hour: float | None) -> list[dict[str, Any]]:
@@ -31,44 +34,52 @@ def measure(broker: FleetEnd, interval_s: float, requests_per_hour: float | None
     return costs(after, jobs_per_hour(before, after).get)
 
 
-def jobs_per_hour(before: Iterable[Mapping[str, Any]], after: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """The rate of jobs that batches answered, by model, over all workers with a rate.
+def jobs_per_hour(before: Iterable[Mapping[str, Any]], after: Iterable[Mapping[str, Any]]) -> dict[Priced, float]:
+    """The rate of jobs that batches answered, by model and currency, over all workers with a rate.
 
     A process that is in the second reports only began with no job. One that has not reported again has no rate.
     """
-    earlier = {(report["name"], report["pid"]): report for report in before}
-    rates: defaultdict[str, float] = defaultdict(float)
+    earlier = {_process(report): report for report in before}
+    rates: defaultdict[Priced, float] = defaultdict(float)
     for report in after:
-        old = earlier.get((report["name"], report["pid"]))
-        jobs = _jobs(report)
+        if not (jobs := _jobs(report)):
+            # Also a worker of an older version, which does not say when it reported.
+            continue
+        old = earlier.get(_process(report))
         since, jobs_before = (report["started"], {}) if old is None else (old["at"], _jobs(old))
         if (span_s := report["at"] - since) > 0:
-            for model, count in jobs.items():
-                rates[model] += (count - jobs_before.get(model, 0)) / span_s * 3600
+            for group, count in jobs.items():
+                rates[group] += (count - jobs_before.get(group, 0)) / span_s * 3600
     return dict(rates)
 
 
-def _jobs(report: Mapping[str, Any]) -> dict[str, int]:
-    jobs: defaultdict[str, int] = defaultdict(int)
-    for entry in (report.get("costs") or {}).get("entries", ()):
-        jobs[entry["model"]] += entry["jobs"]
+def _process(report: Mapping[str, Any]) -> tuple[str, int, float]:
+    """A worker in a container has the process id 1 again after a restart."""
+    return report["name"], report["pid"], report["started"]
+
+
+def _jobs(report: Mapping[str, Any]) -> dict[Priced, int]:
+    jobs: defaultdict[Priced, int] = defaultdict(int)
+    if found := report.get("costs"):
+        for entry in found["entries"]:
+            jobs[entry["model"], found["currency"]] += entry["jobs"]
     return dict(jobs)
 
 
-def costs(reports: Iterable[Mapping[str, Any]], rate_of: Callable[[str], float | None]) -> list[dict[str, Any]]:
+def costs(reports: Iterable[Mapping[str, Any]], rate_of: Callable[[Priced], float | None]) -> list[dict[str, Any]]:
     """A row for each model and currency, ready for JSON; a figure that is not known is None.
 
     {"model", "currency", "jobs", "compute_s", "cost", "per_1000_requests": {"baseline", "optimized"},
     "requests_per_hour", "savings": {"per_hour", "per_month"}}
 
-    rate_of: requests per hour of a model, to all workers together; None: not known.
+    rate_of: requests per hour of a model, to all workers with this currency; None: not known.
     """
-    entries: defaultdict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    entries: defaultdict[Priced, list[Mapping[str, Any]]] = defaultdict(list)
     for report in reports:
         found = report.get("costs") or {"entries": ()}
         for entry in found["entries"]:
             entries[entry["model"], found["currency"]].append(entry)
-    return [_row(model, currency, entries[model, currency], rate_of(model)) for model, currency in sorted(entries)]
+    return [_row(*group, entries[group], rate_of(group)) for group in sorted(entries)]
 
 
 def _row(model: str, currency: str, entries: Sequence[Mapping[str, Any]], rate: float | None) -> dict[str, Any]:

@@ -80,6 +80,7 @@ class Gateway:
     It may be mounted in another ASGI application, which need not run its lifespan, and calls `aclose`. heartbeat_s: the
     longest silence of an event stream. rpc: where gRPC listens from startup to shutdown; None: nowhere.
     owns_process: whether the process serves nothing else, so that its garbage collector may be told what stays.
+    exports_spans: False in a program, which decides where the spans of its process go.
     """
 
     def __init__(
@@ -89,11 +90,13 @@ class Gateway:
         heartbeat_s: float = 15.0,
         rpc: RpcBinding | None = None,
         owns_process: bool = False,
+        exports_spans: bool = True,
     ) -> None:
         self._settings = settings
         self._heartbeat_s = heartbeat_s
         self._rpc = rpc
         self._owns_process = owns_process
+        self._exports_spans = exports_spans
         self._parts: _Parts | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._unchain: Callable[[], None] | None = None
@@ -162,6 +165,7 @@ class Gateway:
         exchange = Exchange(scope, receive, send, parts.limits)
         route: Route | None = None
         span: Span | None = None
+        error_type = ""
         now = asyncio.get_running_loop().time
         begun = now()
         # A server may begin a request in the context of the one before it.
@@ -178,19 +182,25 @@ class Gateway:
         except ClientGone:
             # A number that servers use for it, in their logs only.
             exchange.status = 499
+        except asyncio.CancelledError:
+            # The server stops, or the application around this one has given the request up.
+            exchange.status = 499
+            raise
         except Exception as error:  # the last place where an error can become an answer
+            # Its head tells nothing of it.
+            error_type = type(error).__name__ if exchange.has_begun else ""
             await _answer(error, parts.routes, route, exchange)
         finally:
             parts.access.leave()
-        parts.figures.count(route.path if route else "", exchange.method, exchange.status, now() - begun)
-        if span is not None and parts.spans is not None:
-            parts.spans.end_request(span, exchange.status)
+            parts.figures.count(route.path if route else "", exchange.method, exchange.status, now() - begun)
+            if span is not None and parts.spans is not None:
+                parts.spans.end_request(span, exchange.status, error_type)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
         try:
             parts = self._open()
-            exports = parts.export()
+            exports = parts.export(spans=self._exports_spans)
             await parts.listen(self._rpc)
             if self._owns_process:
                 garbage.freeze()
@@ -303,14 +313,15 @@ class _Parts:
             self.rpc = RpcServer(binding, self.jobs, self.health, self.figures, self.access, self._config, self.spans)
             await self.rpc.start(self.limits.max_bytes)
 
-    def export(self) -> ExitStack:
+    def export(self, *, spans: bool) -> ExitStack:
         """Sends spans and metrics to the collector of the settings until it is closed. Raises ConfigurationError.
 
         A gateway that is mounted has no lifespan: the other application decides where its spans go.
         """
         exports, config = ExitStack(), self._open_telemetry
         instance = f"{socket.gethostname()}:{os.getpid()}"
-        exports.enter_context(exported_spans(config, _SERVICE, instance))
+        if spans:
+            exports.enter_context(exported_spans(config, _SERVICE, instance))
         collector = self.figures.collector
         exports.enter_context(exported_metrics(config, collector, self.show_open, _SERVICE, instance))
         return exports

@@ -53,7 +53,7 @@ class ThreadedGateway:
     def _start(self) -> None:
         with ExitStack() as opened:
             listener, rpc, url = opened.enter_context(listening(self._binding))
-            gateway = Gateway(self._settings, rpc=rpc)
+            gateway = Gateway(self._settings, rpc=rpc, exports_spans=False)
             options = {**uvicorn_options(self._settings.inference, self._binding), "workers": 1, "log_config": None}
             server = _Server(uvicorn.Config(gateway, **options), gateway)
             thread = threading.Thread(target=server.serve_on, args=(listener,), name="gateway", daemon=True)

@@ -57,7 +57,8 @@ def interval_s(environ: Mapping[str, str]) -> float:
 
     Raises ConfigurationError for what is no positive number.
     """
-    text = environ.get(_INTERVAL_VARIABLE, "60000")
+    # OpenTelemetry: an empty variable is one that is not set.
+    text = environ.get(_INTERVAL_VARIABLE) or "60000"
     try:
         interval_ms = float(text)
     except ValueError:

@@ -93,7 +93,9 @@ def exported_metrics(
 
     refresh: brings it up to date before it is read. service, instance: see exported_spans. Raises as that does.
     """
-    if not config.metrics:
+    # Of spans, the library itself asks for it.
+    is_off = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    if is_off or not config.metrics:
         yield
         return
     _check_exporters(os.environ)
@@ -120,7 +122,8 @@ def _check_exporters(environ: Mapping[str, str]) -> None:
         name = "opentelemetry-exporter-otlp-proto-http" if missing == "exporter" else "opentelemetry-sdk"
         raise ConfigurationError(not_installed(name, "otel")) from None
     for variable in _PROTOCOL_VARIABLES:
-        if environ.get(variable, _PROTOCOL) != _PROTOCOL:
+        # OpenTelemetry: an empty variable is one that is not set.
+        if (environ.get(variable) or _PROTOCOL) != _PROTOCOL:
             raise ConfigurationError(
                 f"{variable} is {environ[variable]!r:.40}. Expected {_PROTOCOL}, which collectors take at port 4318"
             )

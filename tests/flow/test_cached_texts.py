@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ DONE = "[DONE]"
 
 
 class Upstream(TextServer):
-    """A text server that never writes a text twice. A prompt may ask for an error or for silence at first."""
+    """A text server that never writes a text twice. A prompt may ask for an error, or for silence behind a word."""
 
     def __init__(self) -> None:
         super().__init__(self._reply)
@@ -53,6 +54,8 @@ class Upstream(TextServer):
             return Reply(status=500, body="no")
         if "silent" in prompt and number == 1:
             return Reply([event("begun ")], hangs=True)
+        if "halting" in prompt and number == 2:
+            return Reply([event("text ")], hangs=True)
         text = f"text {number} of größe"
         if asked.path.endswith("/chat/completions"):
             call = {"index": 0, "id": "x", "function": {"name": "weather", "arguments": "{}"}}
@@ -273,19 +276,49 @@ def test_the_least_recently_used_text_leaves(client: Client, stage: Stage):
         end(worker)
 
 
-def test_a_text_outlives_its_worker_on_disk(stage: Stage):
-    """In the mode `persisted_encrypted`. The next worker sends the text in a chunk, too."""
+def keeping_on_disk(stage: Stage) -> tuple[dict[str, str], Settings]:
+    """The variables of a worker in the mode `persisted_encrypted`, and the settings of its clients."""
     key = new_data_key()
     environment = {
         "PENSTOCK_INFERENCE_CACHE_PRIVACY_MODE": "persisted_encrypted",
         "PENSTOCK_L2_ENCRYPTION_KEY": key,
         "PENSTOCK_INFERENCE_CACHE_LOOKUP_TIMEOUT_MS": "30000",
     }
-    settings = Settings.load(
-        environ={},
-        cwd=stage.folder,
-        overrides={"cache.privacy_mode": "persisted_encrypted", "l2_encryption_key": key},
-    )
+    overrides = {"cache.privacy_mode": "persisted_encrypted", "l2_encryption_key": key}
+    return environment, Settings.load(environ={}, cwd=stage.folder, overrides=overrides)
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["dies", "stops"])
+def test_a_found_text_continues_that_of_another_worker(stage: Stage, dies: bool):
+    """It ended in the midst of its text. A client of a stream has the beginning: no reset, and nothing twice."""
+    environment, settings = keeping_on_disk(stage)
+    prompt, name = f"halting {dies}", f"keeper-{dies}"
+    with Client(stage.server.url, settings=settings) as client:
+        keeper = stage.worker_for(name, "shelved", **environment).start()
+        try:
+            first = ask(client, "shelved", prompt)
+        finally:
+            end(keeper)
+        writer = stage.worker_for(f"writer-{dies}", "shelved", **environment).start()
+        try:
+            job = client.submit("shelved", {"prompt": prompt}, options=SamplingParams(**GREEDY))
+            assert any(one.type == "chunk" for one in job.stream(timeout=PATIENCE_S))
+        finally:
+            (writer.kill if dies else partial(end, writer))()
+        keeper = stage.worker_for(name, "shelved", **environment).start()
+        try:
+            found = read(job)
+        finally:
+            end(keeper)
+    assert (found.text, found.result) == (first.text, first.result)
+    assert found.is_cached
+    assert "reset" not in found.kinds
+    assert stage.upstream.hits(prompt) == 2
+
+
+def test_a_text_outlives_its_worker_on_disk(stage: Stage):
+    """In the mode `persisted_encrypted`. The next worker sends the text in a chunk, too."""
+    environment, settings = keeping_on_disk(stage)
     worker = stage.worker_for("shelf", "shelved", **environment).start()
     with Client(stage.server.url, settings=settings) as client:
         try:

@@ -88,7 +88,7 @@ def test_another_protocol_is_refused(tmp_path: Path):
     assert _printed(tmp_path, OPEN.format(blocked="none"), OTEL_EXPORTER_OTLP_PROTOCOL="grpc") == 2 * line
 
 
-@pytest.mark.parametrize("text", ["soon", "0", "-5", "nan", "inf", ""])
+@pytest.mark.parametrize("text", ["soon", "0", "-5", "nan", "inf", " "])
 def test_an_interval_that_is_none_is_refused(text: str):
     with pytest.raises(
         ConfigurationError, match=r"OTEL_METRIC_EXPORT_INTERVAL is .*Expected milliseconds, more than 0$"
@@ -98,6 +98,35 @@ def test_an_interval_that_is_none_is_refused(text: str):
 
 def test_the_interval_is_in_milliseconds():
     assert (interval_s({}), interval_s({"OTEL_METRIC_EXPORT_INTERVAL": "250"})) == (60.0, 0.25)
+    assert interval_s({"OTEL_METRIC_EXPORT_INTERVAL": ""}) == 60.0
+
+
+EXPORT = """
+import threading
+from prometheus_client import CollectorRegistry
+from penstock.registry.open_telemetry.providers import exported_metrics, exported_spans
+from penstock.registry.settings_sections import OpenTelemetryConfig
+config = OpenTelemetryConfig(traces=True, metrics=True)
+with exported_metrics(config, CollectorRegistry(), print, "s", "i"), exported_spans(config, "s", "i"):
+    print(sorted(each.name for each in threading.enumerate() if each.name.startswith("open-telemetry")))
+"""
+
+
+def test_empty_variables_are_not_set(tmp_path: Path):
+    """Compose files pass on variables that nobody has set."""
+    empty = {"OTEL_EXPORTER_OTLP_PROTOCOL": "", "OTEL_METRIC_EXPORT_INTERVAL": "", "OTEL_SDK_DISABLED": ""}
+    with collector() as collected:
+        shown = _printed(tmp_path, EXPORT, OTEL_EXPORTER_OTLP_ENDPOINT=collected.url, **empty)
+    assert "['open-telemetry']" in shown
+    assert len(collected.metrics) == 1
+
+
+def test_the_switch_of_opentelemetry_is_kept(tmp_path: Path):
+    """OTEL_SDK_DISABLED: one for spans and metrics of all programs."""
+    with collector() as collected:
+        shown = _printed(tmp_path, EXPORT, OTEL_EXPORTER_OTLP_ENDPOINT=collected.url, OTEL_SDK_DISABLED="true")
+    assert shown == "[]\n"
+    assert collected.metrics == []
 
 
 def _printed(folder: Path, code: str, **variables: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from penstock.registry.errors import BrokerUnavailable, ClientUnusable
 from penstock.registry.queues import Priority, events_key, new_job_id
 from tests.servers import RedisServer
 
+REQUEST: ContextVar[str] = ContextVar("request")
 POLICY = ResultPolicy(Keyring.parse(None), ttl_s=60)
 LIMITS = Limits(10_000, 0, 60_000)
 ENTRIES = [StreamEntry("events", f"{number}-0", []) for number in range(3)]
@@ -191,6 +193,44 @@ def test_every_waiter_of_a_job_is_woken_by_its_reply(shared_redis: RedisServer, 
             await others
             await task
             assert not is_reading(reader)
+
+    run(main())
+
+
+def test_what_serves_all_callers_is_no_part_of_the_first_one(shared_redis: RedisServer, slot: str):
+    """OpenTelemetry keeps the present span in a context variable: each later read would be a child of that span."""
+    seen: list[tuple[str, str]] = []
+
+    class WatchedBroker(CountedBroker):
+        async def read(self, *arguments: Any) -> Any:
+            seen.append(("read", REQUEST.get("none")))
+            return await super().read(*arguments)
+
+        def read_now(self, *arguments: Any) -> bool:
+            return False
+
+        async def publish(self, *arguments: Any) -> Any:
+            seen.append(("publish", REQUEST.get("none")))
+            return await super().publish(*arguments)
+
+    async def main() -> None:
+        REQUEST.set("first")
+        broker = WatchedBroker.from_url(shared_redis.url, timeout_s=5.0)
+        assert isinstance(broker, WatchedBroker)
+        broker.calls = []
+        try:
+            async with reading(broker) as reader:
+                # The connection is not open: the jobs travel by a task.
+                await SubmitCoalescer(slot, broker, LIMITS).send(publication(slot))
+                assert seen == [("publish", "none")]
+                job = await submitted(broker, reader, slot)
+                seen.clear()
+                reply = reader.reply_to(job)
+                await broker.cancel(job.id, "acme", b"result")
+                await reply
+        finally:
+            await broker.aclose()
+        assert {*seen} == {("read", "none")}
 
     run(main())
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
-from penstock import AsyncClient, Client, InvalidInput
+from penstock import AsyncClient, Client, InvalidInput, ModelError
 from penstock.producers import core
 from penstock.producers.publish_spans import AsyncPublishSpans, PublishSpans
 from penstock.registry.admission import JobBuilder
@@ -37,7 +38,19 @@ def _tensor(name: str) -> dict[str, object]:
     return {"name": name, "dtype": "float32", "shape": ["batch", 4]}
 
 
-MODELS = {"double": Model(double, inputs=[_tensor("x")], outputs=[_tensor("y")])}
+def repeating(inputs: Any) -> Any:
+    raise ValueError(f"secret {inputs['x'].tolist()}")
+
+
+def used(inputs: Any) -> Any:
+    return {"usage": inputs["x"]}
+
+
+MODELS = {
+    "double": Model(double, inputs=[_tensor("x")], outputs=[_tensor("y")]),
+    "repeating": Model(repeating, inputs=[_tensor("x")], outputs=[_tensor("y")]),
+    "used": Model(used, inputs=[_tensor("x")], outputs=[_tensor("usage")]),
+}
 X = np.ones((1, 4), np.float32)
 
 
@@ -153,8 +166,61 @@ def test_a_refused_job_is_an_error_of_its_span(program: Program, kind: str):
     with pytest.raises(InvalidInput):
         run(kind, lambda client: client.submit("double", {"z": X}), settings())
     (publish,) = program.named("publish double")
-    assert not publish.status.is_ok
-    assert [event.name for event in publish.events] == ["exception"]
+    assert (publish.status.is_ok, publish.status.description) == (False, None)
+    assert (publish.attributes or {})["error.type"] == "InvalidInput"
+
+
+@pytest.mark.parametrize("kind", ["Client", "AsyncClient"])
+def test_a_span_never_has_the_text_of_an_error(program: Program, kind: str):
+    """The message of a model may repeat what the job asked, and so may that of an iterable of the caller."""
+
+    def rows() -> Iterator[Any]:
+        yield X[0]
+        raise ValueError("secret row")
+
+    asked: dict[str, Iterable[Any]] = {"repeating": [X[0] * 77], "double": rows()}
+    for model, items in asked.items():
+        with pytest.raises((ModelError, ValueError), match="secret"):
+            run(kind, methodcaller("map", model, items), settings())
+        (publish,) = program.named(f"publish {model}")
+        assert not publish.status.is_ok
+        assert publish.events == ()
+        assert "secret" not in publish.to_json()
+        assert "77" not in str(publish.attributes)
+
+
+@pytest.mark.parametrize("kind", ["Client", "AsyncClient"])
+@pytest.mark.parametrize("given", ["no context", 5])
+def test_what_is_no_trace_context_is_refused_as_without_spans(program: Program, kind: str, given: Any):
+    for traces in (False, True):
+        with pytest.raises(InvalidInput, match="Bad traceparent"):
+            run(kind, lambda client: client.submit("double", {"x": X}, traceparent=given), settings(traces))
+
+
+def test_a_call_that_is_cancelled_ends_its_span(program: Program):
+    """It has submitted nothing that its caller knows of. The span of the task around it is the present one again."""
+
+    async def cancelled() -> None:
+        async with AsyncClient.in_memory(MODELS, settings=settings()) as client:
+            with program.tracer.start_as_current_span("request") as request:
+                task = asyncio.current_task()
+                assert task is not None
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await client.submit("double", {"x": X})
+                task.uncancel()
+                assert trace.get_current_span() is request
+
+    asyncio.run(cancelled())
+    (publish,) = program.named("publish double")
+    assert (publish.attributes or {})["error.type"] == "CancelledError"
+
+
+def test_an_output_may_be_named_like_one_of_a_text(program: Program):
+    """The job ends, its span has no tokens, and the worker goes on."""
+    for _ in range(2):
+        run("Client", lambda client: client.submit("used", {"x": X}), settings())
+    assert [name for span in program.named("process used") for name in span.attributes or {} if "gen_ai" in name] == []
 
 
 def test_without_the_setting_there_is_no_span(program: Program):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,6 +22,18 @@ from penstock.workers.results import EncodedOutputs
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 SAMPLED = f"00-{TRACE}-b7ad6b7169203331-01"
+
+
+class Spec(NamedTuple):
+    generate: object
+
+
+class Version(NamedTuple):
+    spec: Spec
+
+
+WRITER, OTHER = Version(Spec(generate=object())), Version(Spec(generate=None))
+"""One that generates texts, and one that does not."""
 
 
 @dataclass
@@ -50,18 +62,21 @@ class Outcome:
     how: str = "ran"
     label: str = "3"
     run: Any = None
+    version: Version | None = WRITER
 
     @property
     def failure(self) -> Failure | None:
         return self.answer if isinstance(self.answer, Failure) else None
 
 
-def reported(answer: Any, traceparent: str = SAMPLED, state: State = State.COMPLETED) -> list[ReadableSpan]:
+def reported(
+    answer: Any, traceparent: str = SAMPLED, state: State = State.COMPLETED, version: Version | None = WRITER
+) -> list[ReadableSpan]:
     """The spans of one job that ended so."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     spans: Any = JobSpans(provider.get_tracer("penstock"), "w@here")
-    spans.report([(Outcome(Job(traceparent), answer), state)], time.monotonic())
+    spans.report([(Outcome(Job(traceparent), answer, version=version), state)], time.monotonic())
     return list(exporter.get_finished_spans())
 
 
@@ -97,6 +112,14 @@ def test_a_text_has_the_attributes_of_generated_texts():
 def test_a_job_that_asked_for_no_usage_has_none():
     (span,) = reported(encoded(text=np.array(["words"], object)))
     assert not [name for name in span.attributes or {} if name.startswith("gen_ai.")]
+
+
+@pytest.mark.parametrize("usage", [np.ones((1, 4), np.float32), np.array([1, 2, 3])], ids=["rows", "three numbers"])
+def test_an_output_of_another_model_is_no_usage(usage: Any):
+    """Each model may name its outputs as it likes."""
+    for version in (OTHER, None):
+        (span,) = reported(encoded(usage=usage), version=version)
+        assert not [name for name in span.attributes or {} if name.startswith("gen_ai.")]
 
 
 def test_a_failure_is_named_by_its_class():

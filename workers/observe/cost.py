@@ -11,6 +11,7 @@ were served before and after a change are not compared, because their batches di
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -209,7 +210,7 @@ class CostLedger:
         self._since: dict[tuple[str, ...], Computed] = {}
         """The sums of each label set when its version got its form."""
         self._engines: dict[tuple[str, ...], tuple[float, float]] = {}
-        """By (model, version): the seconds of earlier engines, and of the present one."""
+        """By (model, version, endpoint): the seconds of earlier engines, and of the present one."""
 
     def change(self, model: str, version: str, form: str, gain: float | None, computed: Iterable[Computed]) -> None:
         """The version runs in this form from now on. gain: see FormCost. computed: all sums so far."""
@@ -219,15 +220,17 @@ class CostLedger:
         self._forms[key] = _Form(form, gain)
         self._since |= {sums.labels: sums for sums in self._merged(computed) if sums.labels[:2] == key}
 
-    def engine_ran(self, model: str, version: str, compute_s: float | None) -> None:
+    def engine_ran(self, model: str, version: str, endpoint: str, compute_s: float | None) -> None:
         """The engine of a version has computed for so many seconds since it was loaded; None: no engine is loaded.
+
+        endpoint: whose engine it is. Endpoints with different policies may have engines of their own.
 
         Its texts share steps, so their own compute seconds overlap, and do not count. Those of a text server are waits
         for another machine, and have no cost here.
         """
-        before, last = self._engines.get((model, version), (0.0, 0.0))
+        before, last = self._engines.get((model, version, endpoint), (0.0, 0.0))
         now = compute_s or 0.0
-        self._engines[model, version] = (before + last if now < last else before), now
+        self._engines[model, version, endpoint] = (before + last if now < last else before), now
 
     def values(self, computed: Iterable[Computed]) -> dict[str, dict[tuple[str, ...], float]]:
         """Metric -> label set -> value. computed: all sums so far.
@@ -236,10 +239,7 @@ class CostLedger:
         """
         entries = self._entries(computed)
         per_1000 = {
-            (*entry.labels, form): cost
-            for entry in entries
-            if entry.labels != _OTHER
-            for form, cost in per_1000_by_form([entry.in_form]).items()
+            (*entry.labels, form): cost for entry in entries for form, cost in per_1000_by_form([entry.in_form]).items()
         }
         return {table.COST.name: {entry.labels: entry.cost for entry in entries}, table.COST_PER_1000.name: per_1000}
 
@@ -262,18 +262,21 @@ class CostLedger:
 
     def _entry(self, sums: Computed) -> CostEntry:
         labels, jobs, compute_s = sums
-        form = self._forms.get(labels[:2], _Form())
+        form = _Form(gain=None) if labels == _OTHER else self._forms.get(labels[:2], _Form())
         _, jobs_before, before_s = self._since.get(labels, Computed(labels, 0, 0.0))
         in_form = FormCost(jobs - jobs_before, self.estimator.cost(compute_s - before_s), form.name, form.gain)
         return CostEntry(labels, jobs, compute_s, self.estimator.cost(compute_s), in_form)
 
     def _merged(self, computed: Iterable[Computed]) -> list[Computed]:
-        """The sums, with those of an engine under one label set."""
-        merged, jobs = [], dict.fromkeys(self._engines, 0)
+        """The sums, with those of the engines of a version under one label set."""
+        compute_s: defaultdict[tuple[str, ...], float] = defaultdict(float)
+        for (model, version, _), seconds in self._engines.items():
+            compute_s[model, version] += sum(seconds)
+        merged, jobs = [], dict.fromkeys(compute_s, 0)
         for sums in computed:
             if (key := sums.labels[:2]) in jobs:
                 jobs[key] += sums.jobs
             else:
                 merged.append(sums)
-        engines = [Computed((*key, ""), jobs[key], sum(seconds)) for key, seconds in self._engines.items()]
+        engines = [Computed((*key, ""), jobs[key], seconds) for key, seconds in compute_s.items()]
         return [*merged, *(engine for engine in engines if engine.compute_s)]

@@ -294,11 +294,11 @@ class InferenceMetrics(Collector):
             with self._lock:
                 self._costs.change(model, version, form, gain, self._computed())
 
-    def engine_ran(self, model: str, version: str, compute_s: float | None) -> None:
-        """Set the seconds of all steps of a version's engine since it was loaded; None: no engine is loaded here."""
+    def engine_ran(self, model: str, version: str, endpoint: str, compute_s: float | None) -> None:
+        """Set the seconds of all steps of a version's engine since it was loaded; see CostLedger.engine_ran."""
         if self._costs is not None:
             with self._lock:
-                self._costs.engine_ran(model, version, compute_s)
+                self._costs.engine_ran(model, version, endpoint, compute_s)
 
     def costs(self) -> dict[str, Any] | None:
         """The costs since the process began; see CostLedger.as_report. None without a rate."""

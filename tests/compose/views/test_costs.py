@@ -19,11 +19,11 @@ def entry(model: str, jobs: int, cost: float, form: str = "", gain: float | None
 
 
 def report(
-    name: str, *entries: dict[str, Any], at: float = 100.0, pid: int = 1, currency: str = "USD"
+    name: str, *entries: dict[str, Any], at: float = 100.0, started: float = 0.0, currency: str = "USD"
 ) -> dict[str, Any]:
-    """The report of a worker that began at 0."""
+    """The report of a worker in a container."""
     found = {"currency": currency, "hourly_rate": 3.6, "gpu_name": "L4", "entries": list(entries)}
-    return {"name": name, "pid": pid, "started": 0.0, "at": at, "costs": found}
+    return {"name": name, "pid": 1, "started": started, "at": at, "costs": found}
 
 
 def drawn(rows: list[dict[str, Any]]) -> list[str]:
@@ -35,7 +35,7 @@ def drawn(rows: list[dict[str, Any]]) -> list[str]:
 
 def test_a_row_has_both_forms_and_the_savings():
     """1,000 jobs cost 0.1 in a form 4 times as fast, so 0.4 as built; at 50,000 an hour: 15 an hour, 10,950 a month."""
-    (row,) = costs([report("a", entry("mlp", 2000, 0.2, "int8", 4.0))], {"mlp": 50_000.0}.get)
+    (row,) = costs([report("a", entry("mlp", 2000, 0.2, "int8", 4.0))], {("mlp", "USD"): 50_000.0}.get)
     assert json.loads(json.dumps(row)) == row
     assert (row["model"], row["currency"], row["jobs"], row["compute_s"]) == ("mlp", "USD", 2000, pytest.approx(200))
     assert row["cost"] == pytest.approx(0.2)
@@ -56,20 +56,20 @@ def test_workers_add_up_and_currencies_do_not():
         {"name": "d", "pid": 4, "costs": None},
         {"name": "of an older version", "pid": 5},
     ]
-    rows = costs(reports, {"mlp": 1000.0}.get)
+    rows = costs(reports, {("mlp", "EUR"): 1000.0, ("mlp", "USD"): 2000.0}.get)
     assert [(row["model"], row["currency"], row["jobs"]) for row in rows] == [
         ("minilm", "USD", 1),
         ("mlp", "EUR", 10),
         ("mlp", "USD", 400),
     ]
     assert rows[2]["per_1000_requests"] == {"baseline": pytest.approx(17.5), "optimized": pytest.approx(10.0)}
-    assert rows[0]["requests_per_hour"] is None
+    assert [row["requests_per_hour"] for row in rows] == [None, 1000.0, 2000.0]
 
 
 def test_unknown_figures_are_dashes():
     """A model as built saves nothing that is known; an engine has no baseline."""
     reports = [report("a", entry("mlp", 100, 1.0), entry("writer", 100, 1.0, "cuda-graphs", None))]
-    rows = costs(reports, {"mlp": 1000.0}.get)
+    rows = costs(reports, {("mlp", "USD"): 1000.0}.get)
     assert all(row["savings"] == {"per_hour": None, "per_month": None} for row in rows)
     _, mlp, writer, _ = drawn(rows)
     assert mlp.split()[5:] == ["10", "-", "1,000", "-", "-"]
@@ -86,7 +86,28 @@ def test_the_rate_of_jobs_is_that_between_two_reports():
     before = [report("a", entry("mlp", 100, 1.0)), report("b", entry("mlp", 900, 1.0)), report("c", entry("x", 5, 1.0))]
     after = [
         report("a", entry("mlp", 150, 1.5), entry("minilm", 2, 1.0), at=110.0),
-        report("b", entry("mlp", 20, 1.0), at=200.0, pid=2),
+        report("b", entry("mlp", 20, 1.0), at=300.0, started=100.0),
         report("c", entry("x", 5, 1.0)),
     ]
-    assert jobs_per_hour(before, after) == {"mlp": pytest.approx(5 * 3600 + 0.1 * 3600), "minilm": pytest.approx(720)}
+    assert jobs_per_hour(before, after) == {
+        ("mlp", "USD"): pytest.approx(5 * 3600 + 0.1 * 3600),
+        ("minilm", "USD"): pytest.approx(720),
+    }
+
+
+def test_savings_of_a_currency_are_those_of_its_own_jobs():
+    """Jobs that other workers answer save nothing in it."""
+    before = [report(name, entry("mlp", 0, 0.0, "int8", 2.0), currency=name) for name in ("EUR", "USD")]
+    after = [
+        report("EUR", entry("mlp", 10, 0.01, "int8", 2.0), at=110.0, currency="EUR"),
+        report("USD", entry("mlp", 30, 0.03, "int8", 2.0), at=110.0, currency="USD"),
+    ]
+    rows = costs(after, jobs_per_hour(before, after).get)
+    assert [row["requests_per_hour"] for row in rows] == [pytest.approx(3600), pytest.approx(3 * 3600)]
+    assert [row["savings"]["per_hour"] for row in rows] == [pytest.approx(3.6), pytest.approx(3 * 3.6)]
+
+
+def test_a_worker_of_an_older_version_has_no_rate_of_jobs():
+    """It says neither costs nor when it reported, while a fleet is upgraded."""
+    reports = [{"name": "old", "pid": 1, "started": 0.0}]
+    assert jobs_per_hour(reports, reports) == {}

@@ -15,14 +15,16 @@ from penstock.registry.admission import JobBuilder, SubmitOptions
 from penstock.registry.broker.base import State
 from penstock.registry.envelope import Options, open_event, open_result
 from penstock.registry.errors import BrokerUnavailable
-from penstock.registry.event_body import decode_parts
+from penstock.registry.event_body import chunk_part, decode_parts
 from penstock.registry.generation_inputs import with_options
 from penstock.registry.package import find, load_package
 from penstock.registry.queues import events_key
 from penstock.registry.tensors import decode, encode
 from penstock.workers.cache.texts import CachedTexts, is_whole, may_share_text
+from penstock.workers.generation.chunks import beginning, chunk_of
 from penstock.workers.job import ClaimedJob
 from penstock.workers.results import EncodedOutputs, JobOutcome
+from penstock.workers.streaming import Outbox
 from tests.servers import wait_until
 from tests.workers.generation.packages import write_relay
 from tests.workers.generation.text_servers import Reply, TextServer, event, usage
@@ -56,7 +58,7 @@ class Sender:
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.broker = Broker()
         writer = writer_of(self.broker, lambda: 100.0)
-        self.texts = CachedTexts(writer, UNSIGNED, max_bytes=max_bytes, now_ms=lambda: NOW_MS)
+        self.texts = CachedTexts(writer, UNSIGNED, self.broker.job_events, max_bytes=max_bytes, now_ms=lambda: NOW_MS)
 
     def outcomes(self, *answers: EncodedOutputs, **sampling: Any) -> list[JobOutcome]:
         """A running job for each of these answers."""
@@ -141,6 +143,48 @@ def test_each_job_gets_one_chunk_with_the_whole_text():
     assert sender.seen(second.job)[1] == [{"text": "b", "token_ids": [5, 6], **begun}]
     assert sender.seen(empty.job) == ([], [])
     assert len(sender.broker.calls) == 1
+
+
+def begun_by_another(sender: Sender, job: ClaimedJob, text: str, tokens: Sequence[int], content_hash: str) -> None:
+    """Another run of the job has sent this beginning of a text."""
+    chunk = {**chunk_of(text, tokens, json.dumps([{str(token): -0.5} for token in tokens]))}
+    outbox = Outbox(job, "earlier", UNSIGNED, MAX_BYTES)
+    outbox.add(chunk_part({**chunk, **beginning(content_hash, 7)}, None, MAX_BYTES))
+    outbox.begin()
+    sender.broker.emit("w", [outbox.emission()], 60_000, max_bytes=MAX_BYTES)
+
+
+@pytest.mark.parametrize(("sent", "tokens"), [("grö", [5]), ("größe", [5, 6]), ("", [5])], ids=str)
+def test_a_text_that_another_worker_has_begun_is_continued(sent: str, tokens: list[int]):
+    """A client of a stream has the beginning: no reset, and nothing twice."""
+    sender = Sender()
+    logprobs = json.dumps([{"5": -0.5}, {"6": -0.25}])
+    (outcome,) = sender.outcomes(text_of("größe", logprobs=logprobs), logprobs=0)
+    begun_by_another(sender, outcome.job, sent, tokens, CONTENT_HASH)
+    sender.texts.write([outcome])
+    kinds, chunks = sender.seen(outcome.job)
+    rest = len(tokens) < 2
+    assert kinds == [b"started", b"events"] + ([b"resumed", b"events"] if rest else [])
+    assert "".join(chunk["text"] for chunk in chunks) == "größe"
+    assert [token for chunk in chunks for token in chunk["token_ids"]] == [5, 6]
+    if rest:
+        assert json.loads(chunks[1]["logprobs"]) == [{"6": -0.25}]
+        assert chunks[1].keys() == {"text", "token_ids", "logprobs"}
+
+
+@pytest.mark.parametrize(
+    ("sent", "tokens", "content_hash"),
+    [("grau", [5], CONTENT_HASH), ("grö", [9], CONTENT_HASH), ("größer", [5, 6, 7], CONTENT_HASH), ("grö", [5], "e")],
+    ids=["other text", "other tokens", "longer", "other content"],
+)
+def test_another_text_that_was_begun_is_void(sent: str, tokens: list[int], content_hash: str):
+    sender = Sender()
+    (outcome,) = sender.outcomes(text_of("größe"))
+    begun_by_another(sender, outcome.job, sent, tokens, content_hash)
+    sender.texts.write([outcome])
+    kinds, chunks = sender.seen(outcome.job)
+    assert kinds == [b"started", b"events", b"reset", b"events"]
+    assert (chunks[1]["text"], chunks[1]["token_ids"]) == ("größe", [5, 6])
 
 
 @pytest.mark.parametrize("sampling", [{"n": 2}, {"best_of": 2}], ids=str)

@@ -82,7 +82,7 @@ def test_an_engine_with_an_acceleration_has_no_baseline():
     gate = AccelerationGate(SafetyOrchestrator(EngineDecisions(lambda _: None, metrics, "run-1")), WRITER)
 
     def form() -> tuple[str, float | None]:
-        metrics.engine_ran("writer", "3", 1.0)
+        metrics.engine_ran("writer", "3", "infer", 1.0)
         (entry,) = (metrics.costs() or {})["entries"]
         return entry["in_form"]["form"], entry["in_form"]["gain"]
 

@@ -147,22 +147,32 @@ def test_label_sets_beyond_the_bound_cost_but_have_no_form(ledger: CostLedger):
     values = ledger.values([others])
     assert values[COST.name] == {others.labels: pytest.approx(0.005)}
     assert values[COST_PER_1000.name] == {}
+    (entry,) = ledger.as_report([others])["entries"]
+    assert per_1000_by_form([FormCost(**entry["in_form"])]) == {}
 
 
 def test_an_engine_costs_its_steps(ledger: CostLedger):
     """Eight texts at a time, 2 s each: their own seconds overlap. The steps took 3 s, 2 of them before a reload."""
     texts = Computed(("writer", "1", "queue"), 8, 16.0), Computed(("writer", "1", "mixed"), 2, 4.0)
-    ledger.engine_ran("writer", "1", 2.0)
-    ledger.engine_ran("writer", "1", None)
-    ledger.engine_ran("writer", "1", 1.0)
+    ledger.engine_ran("writer", "1", "infer", 2.0)
+    ledger.engine_ran("writer", "1", "infer", None)
+    ledger.engine_ran("writer", "1", "infer", 1.0)
     values = ledger.values(texts)
     assert values[COST.name] == {("writer", "1", ""): pytest.approx(0.003)}
     assert values[COST_PER_1000.name] == {("writer", "1", "", "baseline"): pytest.approx(0.3)}
 
 
+def test_engines_of_two_endpoints_add_up(ledger: CostLedger):
+    """Each reports its own seconds, in turns: the smaller figure is no reload."""
+    for seconds in (1.0, 2.0, 3.0):
+        ledger.engine_ran("writer", "1", "infer", seconds)
+        ledger.engine_ran("writer", "1", "batch", seconds / 10)
+    assert ledger.values([])[COST.name] == {("writer", "1", ""): pytest.approx(0.0033)}
+
+
 def test_waits_for_a_text_server_cost_nothing_here(ledger: CostLedger):
     """Another machine computes, and its rate is not known."""
-    ledger.engine_ran("writer", "1", None)
+    ledger.engine_ran("writer", "1", "infer", None)
     assert ledger.values([Computed(("writer", "1", "queue"), 8, 16.0)])[COST.name] == {}
 
 

@@ -469,7 +469,7 @@ def test_the_report_has_the_costs_of_the_page():
 def test_without_a_rate_there_are_no_costs(metrics: InferenceMetrics):
     """The default: an estimate with an invented price would mislead."""
     metrics.form("mlp", "1", "int8", 4.0)
-    metrics.engine_ran("mlp", "1", 1.0)
+    metrics.engine_ran("mlp", "1", "infer", 1.0)
     report(metrics, [2.0])
     assert metrics.costs() is None
     assert page(metrics)["penstock_cost"].samples == page(metrics)["penstock_cost_per_1000_requests"].samples == []
