@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -33,6 +34,14 @@ class _Finalized:
         signal.raise_signal(self._number)
 
 
+@pytest.fixture
+def attended() -> Iterator[None]:
+    """A closed terminal ends the process, also where `nohup` has started the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def _wait_in_the_block(number: int) -> None:
     with terminable():
         _Finalized(number)
@@ -40,6 +49,7 @@ def _wait_in_the_block(number: int) -> None:
             time.sleep(0.01)
 
 
+@pytest.mark.usefixtures("attended")
 @pytest.mark.parametrize(
     ("number", "ended"),
     [(signal.SIGTERM, SystemExit), (signal.SIGHUP, SystemExit), (signal.SIGINT, KeyboardInterrupt)],
