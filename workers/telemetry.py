@@ -82,7 +82,10 @@ class BatchTelemetry:
                 self._accesses.count(model, version, tenant, tier, is_hit=is_hit, count=count)
         settlements, self._settlements = self._settlements, []
         for settlement in settlements:
-            self._report(settlement)
+            try:
+                self._report(settlement)
+            except Exception:  # the jobs are committed: a report that fails is no reason to end a worker
+                logger.exception("a report of ended jobs failed")
 
     def _report(self, settlement: Settlement) -> None:
         now = settlement.at

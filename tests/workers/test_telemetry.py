@@ -107,6 +107,27 @@ def test_the_listener_hears_of_all_jobs_of_a_commit_at_once(harness: Harness):
     ]
 
 
+def test_a_report_that_fails_ends_no_worker(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """The jobs are committed. The settlements behind it are reported, and the log has the error."""
+    heard = harness.listener.finished
+
+    def fail_once(ended: Sequence[Ended], at: float) -> None:
+        monkeypatch.setattr(harness.listener, "finished", heard)
+        raise ValueError("too many values")
+
+    monkeypatch.setattr(harness.listener, "finished", fail_once)
+    harness.settle(harness.ran(job_of()))
+    harness.settle(harness.ran(job_of()), harness.ran(job_of()))
+    harness.telemetry.flush()
+    assert [len(ended) for ended in harness.listener.calls] == [2]
+    assert harness.value("infer_requests_total", model="double") == 2
+    (line,) = [each for each in caplog.records if each.levelno >= logging.ERROR]
+    assert line.message == "a report of ended jobs failed"
+    assert not harness.telemetry.has_work
+
+
 def test_each_ended_job_counts_as_one_request_with_one_outcome(harness: Harness):
     """By model, version and state."""
     harness.settle(harness.ran(job_of()), harness.ran(job_of()), JobOutcome(job_of(), EXPIRED, "refused", None))
