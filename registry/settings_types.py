@@ -71,45 +71,25 @@ def _webhook_url(url: str) -> str:
         raise ValueError(str(problem)) from None
 
 
+def _matching(pattern: str, expected: str) -> AfterValidator:
+    """Refuses a text that does not match as a whole."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"expected {expected}")
+        return text
+
+    return AfterValidator(check)
+
+
 def _header_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9-]*", name):
         raise ValueError("expected the name of a header, such as x-real-ip")
     return name.lower()
 
 
-def _route_rate(text: str) -> str:
-    if not re.fullmatch(r"/[^=\s]*=[1-9]\d{0,8}", text):
-        raise ValueError("expected PATH=REQUESTS a minute, such as /v1/jobs=100")
-    return text
-
-
-def _hourly_rate(text: str) -> str:
-    if not re.fullmatch(r"[^=\s][^=]*=(?=.*[1-9])\d{1,6}(\.\d{1,6})?", text):
-        raise ValueError("expected NAME=PRICE of one hour, above 0, such as A100_80GB=2.5")
-    return text
-
-
-def _currency(code: str) -> str:
-    if not re.fullmatch(r"[A-Z]{3}", code):
-        raise ValueError("expected a code of ISO 4217, such as USD")
-    return code
-
-
 def _model(name: str) -> str:
     return parse_name("model", name)
-
-
-def _device(name: str) -> str:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
-        raise ValueError("expected auto, cpu, cuda or cuda:N")
-    return name
-
-
-def _key_label(label: str) -> str:
-    # The key file separates labels by colons, and begins a comment with a number sign.
-    if not re.fullmatch(r"[^\s:#]+", label):
-        raise ValueError("expected the label of a key, without spaces, : and #")
-    return label
 
 
 def _folder(path: Path) -> Path:
@@ -123,13 +103,17 @@ RedisUrl = Annotated[str, AfterValidator(_redis_url)]
 Folder = Annotated[Path, AfterValidator(_folder)]
 Regex = Annotated[str, AfterValidator(_pattern)]
 DiskBytes = Annotated[int, AfterValidator(_disk_bytes)]
-KeyLabel = Annotated[str, AfterValidator(_key_label)]
+# The key file separates labels by colons, and begins a comment with a number sign.
+KeyLabel = Annotated[str, _matching(r"[^\s:#]+", "the label of a key, without spaces, : and #")]
 HeaderName = Annotated[str, AfterValidator(_header_name)]
-RouteRate = Annotated[str, AfterValidator(_route_rate)]
+RouteRate = Annotated[str, _matching(r"/[^=\s]*=[1-9]\d{0,8}", "PATH=REQUESTS a minute, such as /v1/jobs=100")]
 WebhookUrl = Annotated[str, AfterValidator(_webhook_url)]
-HourlyRate = Annotated[str, AfterValidator(_hourly_rate)]
-Currency = Annotated[str, AfterValidator(_currency)]
-DeviceName = Annotated[str, AfterValidator(_device)]
+HourlyRate = Annotated[
+    str,
+    _matching(r"[^=\s][^=]*=(?=.*[1-9])\d{1,6}(\.\d{1,6})?", "NAME=PRICE of one hour, above 0, such as A100_80GB=2.5"),
+]
+Currency = Annotated[str, _matching(r"[A-Z]{3}", "a code of ISO 4217, such as USD")]
+DeviceName = Annotated[str, _matching(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")]
 Edges = Annotated[tuple[float, ...], AfterValidator(_increasing)]
 ModelName = Annotated[str, AfterValidator(_model)]
 

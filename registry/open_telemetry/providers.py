@@ -30,12 +30,13 @@ __all__ = ["exported_metrics", "exported_spans", "tracer_of"]
 
 _SCOPE: Final = "penstock"
 _PROTOCOL: Final = "http/protobuf"
-logger = logging.getLogger("penstock.server")
 _PROTOCOL_VARIABLES: Final = (
     "OTEL_EXPORTER_OTLP_PROTOCOL",
     "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
     "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL",
 )
+
+logger = logging.getLogger("penstock.server")
 
 
 def tracer_of() -> Tracer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,6 +31,8 @@ class Version(NamedTuple):
     spec: Spec
 
 
+CLAIMED = 1000.0
+"""In monotonic seconds."""
 WRITER, OTHER = Version(Spec(generate=object())), Version(Spec(generate=None))
 """One that generates texts, and one that does not."""
 
@@ -50,7 +51,7 @@ class Job:
     def __init__(self, traceparent: str) -> None:
         self.header = Header(traceparent)
         self.body = b"12345678"
-        self.claimed = time.monotonic() - 1.0
+        self.claimed = CLAIMED
         self.queue_ms = 250
         self.tries = 2
 
@@ -76,7 +77,7 @@ def reported(
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     spans: Any = JobSpans(provider.get_tracer("penstock"), "w@here")
-    spans.report([(Outcome(Job(traceparent), answer, version=version), state)], time.monotonic())
+    spans.report([(Outcome(Job(traceparent), answer, version=version), state)], CLAIMED + 1.5)
     return list(exporter.get_finished_spans())
 
 
@@ -106,7 +107,8 @@ def test_a_text_has_the_attributes_of_generated_texts():
     assert (attributes["penstock.tries"], attributes["penstock.queue_s"]) == (2, 0.25)
     assert span.end_time is not None
     assert span.start_time is not None
-    assert span.end_time - span.start_time >= 1_000_000_000
+    # A time of day in seconds has less than a microsecond of error as a float.
+    assert span.end_time - span.start_time == pytest.approx(1.5e9, abs=1e3)
 
 
 def test_a_job_that_asked_for_no_usage_has_none():
